@@ -1,0 +1,54 @@
+"""Options of a wrapper."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """How a wrapper speculates. None of it can change the output.
+
+    Attributes:
+        max_draft_tokens: Most draft tokens a row and step, the root not counted.
+        off_switch: Stop drafting while measured time says that it does not pay. None: on for
+            `drafter="auto"`, off for drafters that were asked for by name or given as objects.
+    """
+
+    max_draft_tokens: int = 31
+    off_switch: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check values.
+
+        Raises:
+            ValueError: If a value is out of range.
+        """
+        if not isinstance(self.max_draft_tokens, int) or not 1 <= self.max_draft_tokens <= 1024:
+            raise ValueError(
+                f"max_draft_tokens={self.max_draft_tokens!r} must be an int in 1..1024."
+            )
+        if self.off_switch not in (None, True, False):
+            raise ValueError(f"off_switch={self.off_switch!r} must be True, False or None.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options and the version they were written by."""
+        from selfspec import __version__
+
+        return {**asdict(self), "selfspec_version": __version__}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SpecConfig:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: If an option is unknown (written by a newer version, or misspelt).
+        """
+        known = {f.name for f in fields(cls)}
+        values = {k: v for k, v in values.items() if k != "selfspec_version"}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(
+                f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}."
+            )
+        return cls(**values)

@@ -1,0 +1,16 @@
+"""Drafters: one file each, and the protocol that anybody's own can follow."""
+
+from selfspec.drafters.combined import CombinedDrafter
+from selfspec.drafters.early_exit import EarlyExitDrafter
+from selfspec.drafters.layer_skip import LayerSkipDrafter, SkipSet
+from selfspec.drafters.ngram import NGramDrafter
+from selfspec.drafters.protocol import Drafter
+
+__all__ = [
+    "CombinedDrafter",
+    "Drafter",
+    "EarlyExitDrafter",
+    "LayerSkipDrafter",
+    "NGramDrafter",
+    "SkipSet",
+]

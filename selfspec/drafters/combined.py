@@ -1,0 +1,47 @@
+"""Several drafters as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from selfspec.tree import TokenTree
+
+if TYPE_CHECKING:
+    from selfspec.drafters.protocol import Drafter
+    from selfspec.state import Acceptance, DecodeState, TargetOutput
+
+
+class CombinedDrafter:
+    """Merges what several deterministic drafters propose into one tree; earlier ones have priority.
+
+    Args:
+        drafters: At least one.
+
+    Raises:
+        ValueError: If there is none.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise ValueError("drafter=[] has no drafter; use drafter='none' to decode plainly.")
+        self.drafters = list(drafters)
+
+    @property
+    def hidden_taps(self) -> Sequence[int]:
+        """Everything that any of them wants."""
+        return sorted({layer for drafter in self.drafters for layer in drafter.hidden_taps})
+
+    def draft(self, state: DecodeState, budget: int) -> TokenTree:
+        """One tree with the drafts of all, cut to the budget."""
+        return TokenTree.merge([d.draft(state, budget) for d in self.drafters], budget)
+
+    def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
+        """Let all of them see."""
+        for drafter in self.drafters:
+            drafter.observe(state, output, acceptance)
+
+    def reset(self) -> None:
+        """Let all of them forget."""
+        for drafter in self.drafters:
+            drafter.reset()

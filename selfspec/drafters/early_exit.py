@@ -1,0 +1,87 @@
+"""Early exit: draft with the first layers, verify with the rest.
+
+Elhoushi et al. 2024 (LayerSkip), https://arxiv.org/abs/2404.16710, and Zhang et al. 2023 (Draft &
+Verify), https://arxiv.org/abs/2309.08168.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from selfspec.drafters.partial import draft_chain
+from selfspec.patch import LayerPlan
+
+if TYPE_CHECKING:
+    from selfspec.architectures import Architecture
+    from selfspec.state import Acceptance, DecodeState, TargetOutput
+    from selfspec.tree import TokenTree
+
+
+class EarlyExitDrafter:
+    """Drafts with the first `exit_layer` layers, the final norm and the LM head.
+
+    Keys, values and hidden states of those layers are shared with verification, which runs the
+    remaining layers only. Pays on models that were trained for it (LayerSkip, or a trained exit);
+    on others acceptance is low, and the wrapper's off switch or another drafter is the better
+    choice.
+
+    Args:
+        exit_layer: How many layers the draft runs, a count: `exit_layer=8` uses layers 0..7. None
+            takes a third of the model.
+        max_draft_tokens: Longest chain.
+        confidence: Stop a row's chain after a token whose draft probability was below this.
+
+    Raises:
+        ValueError: If a number is out of range; an `exit_layer` beyond the model's last layer is
+            found when the drafter first meets the model.
+    """
+
+    hidden_taps: Sequence[int] = ()
+
+    def __init__(
+        self, exit_layer: int | None = None, max_draft_tokens: int = 4, confidence: float = 0.4
+    ) -> None:
+        if exit_layer is not None and exit_layer < 1:
+            raise ValueError(
+                f"exit_layer={exit_layer} must be at least 1; it is a count of layers."
+            )
+        check_chain_options(max_draft_tokens, confidence)
+        self.exit_layer = exit_layer
+        self.max_draft_tokens = max_draft_tokens
+        self.confidence = confidence
+
+    def bind(self, architecture: Architecture) -> None:
+        """Check against a model.
+
+        Raises:
+            ValueError: If the model has fewer layers than `exit_layer`.
+        """
+        count = architecture.num_layers
+        if self.exit_layer is not None and self.exit_layer > count:
+            raise ValueError(
+                f"exit_layer={self.exit_layer} is out of range: the model has {count} layers, "
+                f"choose 1..{count}."
+            )
+
+    def draft(self, state: DecodeState, budget: int) -> TokenTree:
+        """One chain a row from the exit."""
+        num_layers = state.target.architecture.num_layers
+        exit_layer = self.exit_layer or max(1, num_layers // 3)
+        plan = LayerPlan(last=exit_layer)
+        tokens = min(budget, self.max_draft_tokens)
+        return draft_chain(state, plan, exit_layer, tokens, self.confidence)
+
+    def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
+        """Nothing to keep: the cache is the target's own."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+
+def check_chain_options(max_draft_tokens: int, confidence: float) -> None:
+    """Refuse chain options that are out of range with a ValueError."""
+    if max_draft_tokens < 1:
+        raise ValueError(f"max_draft_tokens={max_draft_tokens} must be at least 1.")
+    if not 0 <= confidence <= 1:
+        raise ValueError(f"confidence={confidence} must be a probability, 0..1.")

@@ -1,0 +1,117 @@
+"""Layer skip: draft with the target minus some of its sublayers.
+
+Zhang et al. 2023 (Draft & Verify), https://arxiv.org/abs/2309.08168; Xia et al. 2024 (SWIFT),
+https://arxiv.org/abs/2410.06916.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from selfspec.drafters.early_exit import check_chain_options
+from selfspec.drafters.partial import draft_chain
+from selfspec.patch import LayerPlan
+
+if TYPE_CHECKING:
+    from selfspec.architectures import Architecture
+    from selfspec.state import Acceptance, DecodeState, TargetOutput
+    from selfspec.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class SkipSet:
+    """Sublayers that a draft leaves out, 0-based.
+
+    Attributes:
+        attention: Layers without attention.
+        mlp: Layers without MLP.
+    """
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+    @classmethod
+    def layers(cls, indices: Iterable[int]) -> SkipSet:
+        """Whole layers."""
+        whole = frozenset(indices)
+        return cls(whole, whole)
+
+    @property
+    def first(self) -> int | None:
+        """First layer that is not complete, or None if nothing is skipped."""
+        return min(self.attention | self.mlp, default=None)
+
+
+class LayerSkipDrafter:
+    """Drafts with the target's own layers, leaving out those in `skip_set`.
+
+    Layers before the first skipped one are complete and shared with verification; keys and values
+    of later ones are the draft's own approximation and are overwritten by verification.
+
+    Args:
+        skip_set: A `SkipSet`, or an iterable of whole layers. None skips every second layer of the
+            middle half of the model.
+        max_draft_tokens: Longest chain.
+        confidence: Stop a row's chain after a token whose draft probability was below this.
+
+    Raises:
+        ValueError: If a number is out of range; layers the model does not have are found when the
+            drafter first meets the model.
+    """
+
+    hidden_taps: Sequence[int] = ()
+
+    def __init__(
+        self,
+        skip_set: SkipSet | Iterable[int] | None = None,
+        max_draft_tokens: int = 4,
+        confidence: float = 0.6,
+    ) -> None:
+        check_chain_options(max_draft_tokens, confidence)
+        if skip_set is not None and not isinstance(skip_set, SkipSet):
+            skip_set = SkipSet.layers(skip_set)
+        self.skip_set = skip_set
+        self.max_draft_tokens = max_draft_tokens
+        self.confidence = confidence
+
+    def bind(self, architecture: Architecture) -> None:
+        """Check against a model.
+
+        Raises:
+            ValueError: If a layer does not exist or a sublayer cannot be left out alone.
+        """
+        if self.skip_set is None:
+            return
+        count = architecture.num_layers
+        for name in ("attention", "mlp"):
+            for layer in sorted(getattr(self.skip_set, name)):
+                if not 0 <= layer < count:
+                    raise ValueError(
+                        f"skip_set.{name} has layer {layer}: the model has layers 0..{count - 1}."
+                    )
+        alone = self.skip_set.attention ^ self.skip_set.mlp
+        for layer in sorted(alone):
+            if len(architecture.sublayers[layer]) < 2:
+                raise ValueError(
+                    f"skip_set leaves out one half of layer {layer}, but its attention and MLP "
+                    "were not told apart in this model; skip the whole layer."
+                )
+
+    def draft(self, state: DecodeState, budget: int) -> TokenTree:
+        """One chain a row from the layers that are left."""
+        num_layers = state.target.architecture.num_layers
+        skip = self.skip_set
+        if skip is None:
+            skip = SkipSet.layers(range(num_layers // 4, max(1, num_layers - num_layers // 4), 2))
+        plan = LayerPlan(skip_attention=skip.attention, skip_mlp=skip.mlp)
+        shared = num_layers if skip.first is None else skip.first
+        tokens = min(budget, self.max_draft_tokens)
+        return draft_chain(state, plan, shared, tokens, self.confidence)
+
+    def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
+        """Nothing to keep: the cache is the target's own."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""

@@ -1,0 +1,359 @@
+"""wrap(): a model whose `generate` speculates, beside the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+
+from selfspec.clock import Clock
+from selfspec.config import SpecConfig
+from selfspec.controller import Controller, FixedBudget, OffSwitch, StepCosts
+from selfspec.drafters import CombinedDrafter, Drafter
+from selfspec.drafters.named import label, resolve
+from selfspec.loop import speculate
+from selfspec.metrics import SpecStats
+from selfspec.record import Record
+from selfspec.request import Request
+from selfspec.sampling import Sampler
+from selfspec.state import DecodeState
+from selfspec.step import Step
+from selfspec.stopping import StopRules
+from selfspec.stream import ColumnStreamer, stream_steps
+from selfspec.target import Target
+
+if TYPE_CHECKING:
+    from transformers import (
+        GenerationConfig,
+        LogitsProcessorList,
+        PreTrainedModel,
+        StoppingCriteriaList,
+    )
+    from transformers.generation.streamers import BaseStreamer
+
+logger = logging.getLogger("selfspec")
+
+
+def wrap(
+    model: PreTrainedModel,
+    drafter: str | Drafter | Sequence[Drafter] = "auto",
+    **config: Any,
+) -> SpeculativeModel:
+    """Give `model` a `generate` that speculates. The model itself is not changed.
+
+    Args:
+        model: A transformers decoder.
+        drafter: "auto" (n-gram drafts with the off switch), "ngram", "layer-skip", "early-exit",
+            "none", a drafter, or a list of drafters whose drafts are merged.
+        **config: See `SpecConfig`.
+
+    Returns:
+        The wrapper. Its `generate` has the signature, the return types and the text of
+        `model.generate`.
+
+    Raises:
+        TypeError: If `model` is no transformers model that generates, or `drafter` is no drafter.
+        ValueError: If the model cannot be verified in blocks (recurrent state, encoder-decoder), or
+            an option is unknown or out of range.
+
+    Example:
+        >>> spec = selfspec.wrap(model)
+        >>> out = spec.generate(**inputs, max_new_tokens=256)
+        >>> print(spec.stats)
+    """
+    return SpeculativeModel(model, drafter, SpecConfig.from_dict(config))
+
+
+class SpeculativeModel:
+    """A model and its speculative `generate`; made by `wrap`.
+
+    Attributes:
+        model: The very object that was wrapped.
+        stats: Counters over all requests, a `SpecStats`.
+        enabled: The switch: False leaves every call to transformers' own loop.
+        options: The `SpecConfig`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: str | Drafter | Sequence[Drafter],
+        options: SpecConfig,
+    ) -> None:
+        if isinstance(model, SpeculativeModel):
+            raise TypeError("model is wrapped already; pass wrapper.model to wrap it anew.")
+        if not isinstance(model, nn.Module) or not isinstance(model, GenerationMixin):
+            raise TypeError(
+                f"model is a {type(model).__name__}; wrap takes a transformers model with "
+                "`generate`, such as AutoModelForCausalLM gives."
+            )
+        self.model: Any = model
+        self.options = options
+        self.enabled = True
+        self.stats = SpecStats()
+        self._drafter_argument = drafter
+        self._drafter, switch = resolve(drafter)
+        self._off_switch = switch if options.off_switch is None else options.off_switch
+        self._prepare()
+        logger.info("%s", self)
+
+    def _prepare(self) -> None:
+        self._target = Target(self.model)
+        architecture = self._target.architecture
+        name = type(self.model).__name__
+        if architecture.support == "none":
+            raise ValueError(
+                f"{name} cannot be wrapped: {architecture.reason}. Use model.generate as it is."
+            )
+        drafters = (
+            self._drafter.drafters
+            if isinstance(self._drafter, CombinedDrafter)
+            else [self._drafter]
+        )
+        for drafter in drafters:
+            if hasattr(drafter, "bind"):
+                drafter.bind(architecture)
+        self._costs = StepCosts()
+        self._drafter_lock = threading.Lock()
+        self._warned: set[str] = set()
+        self._on_step: threading.local = threading.local()
+        self._shadow = self._make_shadow()
+
+    def _make_shadow(self) -> Any:
+        """An object that *is* the model (one `__dict__`) but decodes with our loop.
+
+        `generate` looks `_sample` up on the type, so that a subclass is enough, and everything that
+        `generate` prepares (processors, criteria, streamers, padding, pipelines) reaches it. Beams
+        and other modes never get here.
+        """
+        spec = self
+        base = type(self.model)
+
+        def _sample(shadow: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+            return spec._decode(base, shadow, input_ids, **kwargs)
+
+        shadow: Any = object.__new__(type(base.__name__, (base,), {"_sample": _sample}))
+        shadow.__dict__ = self.model.__dict__
+        return shadow
+
+    # ------------------------------------------------------------------ what users call
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' `generate`, sooner: same arguments, return types, errors and text.
+
+        What cannot be decoded in blocks exactly (see the README) goes to transformers' own loop,
+        with one log line per reason.
+        """
+        return self._shadow.generate(*args, **kwargs)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Step]:
+        """Generate step by step.
+
+        Args:
+            *args: As for `generate`.
+            **kwargs: As for `generate`.
+
+        Yields:
+            A `Step` per target forward; `step.tokens[b]` are the new tokens of row b.
+
+        Raises:
+            ValueError: If the request has to go to transformers' own loop, which has no steps.
+        """
+
+        def run(on_step: Callable[[Step], None]) -> None:
+            self._on_step.callback = on_step
+            self.generate(*args, **kwargs)
+
+        return stream_steps(run)
+
+    def unwrap(self) -> PreTrainedModel:
+        """The model. Nothing has to be undone: between calls nothing of ours is on it."""
+        return self.model
+
+    @property
+    def config(self) -> Any:
+        """The model's config."""
+        return self.model.config
+
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """The model's default generation config."""
+        return self.model.generation_config
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    def can_generate(self) -> bool:
+        """True; pipelines ask."""
+        return True
+
+    def __repr__(self) -> str:
+        architecture = self._target.architecture
+        kind = {"tree": "token trees", "chain": "chains only"}[architecture.support]
+        why = f" ({architecture.reason})" if architecture.support == "chain" else ""
+        drafter = label(self._drafter_argument, self._drafter)
+        switch = "off switch on" if self._off_switch else "off switch off"
+        return (
+            f"selfspec: {type(self.model).__name__} · drafts: {drafter}, up to "
+            f"{self.options.max_draft_tokens} tokens, {switch} · verifies {kind}{why}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeModel:
+        return SpeculativeModel(
+            copy.deepcopy(self.model, memo),
+            copy.deepcopy(self._drafter_argument, memo),
+            self.options,
+        )
+
+    def __reduce__(self) -> Any:
+        return SpeculativeModel, (self.model, self._drafter_argument, self.options)
+
+    # ------------------------------------------------------------------ decoding
+
+    def _decode(
+        self,
+        base: type,
+        shadow: Any,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        request = Request(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus,
+            model_kwargs,
+        )
+        on_step = self._on_step.__dict__.pop("callback", None)
+        obstacle = (
+            request.obstacle(self._target.architecture) if self.enabled else "it is switched off"
+        )
+        if obstacle is not None:
+            if on_step is not None:
+                raise ValueError(f"stream: this request cannot be decoded in steps: {obstacle}.")
+            if self.enabled and obstacle not in self._warned:
+                self._warned.add(obstacle)
+                logger.warning("selfspec: left to transformers' own loop: %s.", obstacle)
+            self.stats.add(SpecStats(fallbacks=1))
+            return base._sample(  # type: ignore[attr-defined]
+                shadow,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        drafter, release = self._borrow_drafter()
+        stats = SpecStats(requests=1)
+        try:
+            drafter.reset()
+            return self._speculate(request, shadow, drafter, streamer, stats, on_step)
+        finally:
+            release()
+            self.stats.add(stats)
+
+    def _speculate(
+        self,
+        request: Request,
+        shadow: Any,
+        drafter: Drafter,
+        streamer: BaseStreamer | None,
+        stats: SpecStats,
+        on_step: Callable[[Step], None] | None,
+    ) -> Any:
+        options = request.generation_config
+        architecture = self._target.architecture
+        batch = request.batch
+        sampler = Sampler(
+            request.processors,
+            options.do_sample,
+            keep_scores=options.return_dict_in_generate and options.output_scores,
+            keep_logits=options.return_dict_in_generate and options.output_logits,
+        )
+        stops = StopRules(request.criteria, batch)
+        pad = options._pad_token_tensor
+        columns = ColumnStreamer(streamer, batch, 0 if pad is None else int(pad))
+        limit = stops.max_length or options.max_length
+        most = self.options.max_draft_tokens + 1
+        cache = architecture.new_cache(
+            batch,
+            reserve=request.slots + most + 64,
+            limit=request.slots + max(limit - request.input_ids.shape[1], 0) + most,
+        )
+        clock, record = Clock(), Record(batch)
+        with self._target.ready():
+            with clock("prefill"):
+                if request.user_cache is not None:
+                    cache.load(request.user_cache)
+                arguments = {**request.model_kwargs, request.cache_argument(architecture): cache}
+                prompt = self._target.prefill(
+                    lambda: shadow._prefill(request.input_ids, options, arguments),
+                    cache,
+                    request.pads,
+                    frozenset(drafter.hidden_taps),
+                )
+            state = DecodeState(self._target, cache, request.input_ids, request.pads, limit)
+            controller = self._controller(request)
+            try:
+                for step in speculate(state, prompt, drafter, controller, sampler, stops, clock):
+                    stats.count(step)
+                    record.add(step)
+                    columns.put(step, state.frozen)
+                    if on_step is not None:
+                        on_step(step)
+            finally:
+                columns.end()
+        length = stops.final_length(state)
+        sampler.finish(length - state.prompt_length)
+        sequences = state.sequences(length, columns.pad)
+        returned = None
+        if options.return_dict_in_generate or request.user_cache is not None:
+            config = self.model.config.get_text_config(decoder=True)
+            slots = request.slots + length - state.prompt_length - 1
+            returned = cache.export(slots, config, request.user_cache)
+        if not options.return_dict_in_generate:
+            return sequences
+        new = length - state.prompt_length
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=record.columns(record.scores, new, columns.pad) if sampler.keep_scores else None,
+            logits=record.columns(record.logits, new, columns.pad) if sampler.keep_logits else None,
+            **{request.cache_argument(architecture): returned},
+        )
+
+    def _controller(self, request: Request) -> Controller:
+        most = self.options.max_draft_tokens
+        if self._drafter_argument == "none":
+            return FixedBudget(0)
+        if self._off_switch:
+            return OffSwitch(self._costs, most)
+        return FixedBudget(most)
+
+    def _borrow_drafter(self) -> tuple[Drafter, Callable[[], None]]:
+        """The drafter, or a copy of it while another call has it."""
+        if self._drafter_lock.acquire(blocking=False):
+            return self._drafter, self._drafter_lock.release
+        return copy.copy(self._drafter), lambda: None

@@ -1,0 +1,145 @@
+"""One call of `generate`, and why it may have to go to transformers' own loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from selfspec.cache import continuable
+from selfspec.sampling import stateful_processor
+from selfspec.stopping import StopRules
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    from selfspec.architectures import Architecture
+
+# What `generate` passes to `_sample` for any text decoder; anything else is for the stock loop.
+_KNOWN_ARGUMENTS = {
+    "attention_mask",
+    "position_ids",
+    "cache",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "inputs_embeds",
+    "cache_position",
+    "tokenizer",
+}
+
+
+class Request:
+    """One call of `generate`, as it arrives at the decoding loop."""
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool,
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        self.input_ids = input_ids
+        self.processors = processors
+        self.criteria = criteria
+        self.generation_config = generation_config
+        self.synced_gpus = synced_gpus
+        self.model_kwargs = model_kwargs
+        self.batch = input_ids.shape[0]
+        embeds = model_kwargs.get("inputs_embeds")
+        # Slots that the prompt fills: embeddings may stand before ids.
+        self.slots = input_ids.shape[1] if embeds is None else embeds.shape[1]
+        self.pads = [0] * self.batch
+        self.cache = next(
+            (
+                model_kwargs[k]
+                for k in ("cache", "past_key_values")
+                if model_kwargs.get(k) is not None
+            ),
+            None,
+        )
+
+    @property
+    def user_cache(self) -> Any:
+        """The cache that the user passed, or None."""
+        cache = self.cache
+        if cache is not None and (
+            getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0
+        ):
+            return cache
+        return None
+
+    @staticmethod
+    def cache_argument(architecture: Architecture) -> str:
+        """Name of the cache in this version of transformers."""
+        return architecture.cache_argument
+
+    def obstacle(self, architecture: Architecture) -> str | None:
+        """Why this request must go to transformers' own loop, or None. Also settles `pads`."""
+        config = self.generation_config
+        if self.synced_gpus:
+            return "synced_gpus is on"
+        if not self.model_kwargs.get("use_cache", True):
+            return "use_cache is False"
+        for name in ("output_attentions", "output_hidden_states"):
+            if config.return_dict_in_generate and getattr(config, name):
+                return f"{name} is on"
+        extra = sorted(
+            k for k, v in self.model_kwargs.items() if v is not None and k not in _KNOWN_ARGUMENTS
+        )
+        if extra:
+            return f"the model is given {', '.join(extra)}"
+        if self.cache is not None and not _is_default(self.cache, self.user_cache is not None):
+            return f"a {type(self.cache).__name__} cannot be continued with trees"
+        stateful = stateful_processor(self.processors)
+        if stateful is not None and self.batch > 1:
+            return f"{stateful} may keep a state, and rows of a batch advance unevenly"
+        if (
+            config.return_dict_in_generate
+            and config.output_scores
+            and StopRules(self.criteria, self.batch).others
+        ):
+            return "a stopping criterion may look at the scores"
+        return self._rope_obstacle(architecture) or self._padding_obstacle()
+
+    def _rope_obstacle(self, architecture: Architecture) -> str | None:
+        limit, end = architecture.rope_limit, self.criteria.max_length or 0
+        if limit is None or end <= limit:
+            return None
+        if architecture.rope_dynamic or self.slots <= limit or self.batch > 1:
+            return f"rotary frequencies change at position {limit}"
+        return None
+
+    def _padding_obstacle(self) -> str | None:
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is not None:
+            if mask.ndim != 2:
+                return "attention_mask is not 2-D"
+            lengths = mask.sum(-1)
+            width = mask.shape[1]
+            left = torch.arange(width, device=mask.device) >= (width - lengths)[:, None]
+            if not bool((mask.bool() == left).all()) or not bool(lengths.all()):
+                return "attention_mask is not left padding"
+            self.pads = (width - lengths).tolist()
+            self.slots = width
+        elif self.user_cache is not None and self.user_cache.get_seq_length() > 0:
+            past = self.user_cache.get_seq_length()
+            told = getattr(self.generation_config, "_mask_length", self.input_ids.shape[1])
+            self.slots = max(self.slots, told, past + 1)
+        positions = self.model_kwargs.get("position_ids")
+        if positions is not None:
+            expected = [self.slots - pad - 1 for pad in self.pads]
+            last = positions[:, -1].expand(self.batch).tolist()
+            if positions.ndim != 2 or last != expected:
+                return "position_ids are not the usual ones"
+        return None
+
+
+def _is_default(cache: Any, from_user: bool) -> bool:
+    """Whether a cache can be replaced by ours: what `generate` makes by default, or continuable."""
+    if from_user:
+        return continuable(cache)
+    return type(cache).__name__ == "DynamicCache" and not getattr(cache, "offloading", False)

@@ -1,0 +1,218 @@
+"""From logits to the target's choice, exactly as transformers would make it.
+
+Plain `generate` draws each token as `argmax(p / e)` with fresh exponential noise `e` (that is what
+`torch.multinomial` does for one sample). We draw the same noise, in the same order, from the same
+generator, one [B, V] block per *position*; a draft only decides how many positions are settled per
+step. So with deterministic drafts even sampled text is that of plain `generate` under the same
+seed, whatever was drafted, and the generator is left where plain `generate` would have left it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+if TYPE_CHECKING:
+    from selfspec.state import DecodeState
+
+# Processors whose result for a row depends on that row of scores alone: nodes can be processed
+# together, whatever their prefixes.
+_PREFIX_FREE = tuple(
+    getattr(hf, name)
+    for name in (
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TopHLogitsWarper",
+        "MinPLogitsWarper",
+        "TypicalLogitsWarper",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "SuppressTokensLogitsProcessor",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+    )
+    if hasattr(hf, name)
+)
+
+# Processors that depend on (row, prefix, scores) and remember nothing between calls: rows of
+# different length can be processed in separate calls.
+_STATELESS = (
+    *_PREFIX_FREE,
+    *(
+        getattr(hf, name)
+        for name in (
+            "MinLengthLogitsProcessor",
+            "MinNewTokensLengthLogitsProcessor",
+            "RepetitionPenaltyLogitsProcessor",
+            "EncoderRepetitionPenaltyLogitsProcessor",
+            "NoRepeatNGramLogitsProcessor",
+            "EncoderNoRepeatNGramLogitsProcessor",
+            "SequenceBiasLogitsProcessor",
+            "NoBadWordsLogitsProcessor",
+            "PrefixConstrainedLogitsProcessor",
+            "ForcedBOSTokenLogitsProcessor",
+            "ForcedEOSTokenLogitsProcessor",
+            "ExponentialDecayLengthPenalty",
+            "SuppressTokensAtBeginLogitsProcessor",
+            "WatermarkLogitsProcessor",
+        )
+        if hasattr(hf, name)
+    ),
+)
+
+
+def stateful_processor(processors: hf.LogitsProcessorList) -> str | None:
+    """Name of the first processor that may remember earlier calls, or None."""
+    return next((type(p).__name__ for p in processors if type(p) not in _STATELESS), None)
+
+
+class Sampler:
+    """Chooses tokens from the target's logits.
+
+    Args:
+        processors: Processors and warpers, as transformers prepared them.
+        do_sample: Draw, or take the maximum.
+        keep_scores: Whether the scores that choices are made from will be returned.
+        keep_logits: Whether the logits under them will be.
+    """
+
+    def __init__(
+        self,
+        processors: hf.LogitsProcessorList,
+        do_sample: bool,
+        *,
+        keep_scores: bool = False,
+        keep_logits: bool = False,
+    ) -> None:
+        self.processors = processors
+        self.do_sample = do_sample
+        self.keep_scores = keep_scores
+        self.keep_logits = keep_logits
+        self.prefix_free = all(type(p) in _PREFIX_FREE for p in processors)
+        self._noise: _Noise | None = None
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Processed float32 scores for rows of any prefix; `prefix_free` samplers only.
+
+        Args:
+            logits: [..., V].
+        """
+        rows = logits.float().reshape(-1, logits.shape[-1])
+        if self.processors:
+            no_ids = torch.empty(rows.shape[0], 0, dtype=torch.int64, device=rows.device)
+            rows = self.processors(no_ids, rows)
+        return rows.view(*logits.shape[:-1], -1)
+
+    def scores_after(self, logits: Tensor, prefixes: list[Tensor], active: list[int]) -> Tensor:
+        """Processed float32 scores [B, V], each row after its own prefix.
+
+        Processors get the whole batch, because some of them hold one entry a row. Rows whose prefix
+        has another length are cut, or stood in for by a row that has it: always text that exists,
+        since a user's `prefix_allowed_tokens_fn` may know no other. Their result is dropped.
+
+        Args:
+            logits: [B, V].
+            prefixes: int64 [T_b] token ids of every row so far, padding included.
+            active: Rows whose result is wanted.
+        """
+        logits = logits.float()
+        result = logits.clone()
+        for length in sorted({len(prefixes[b]) for b in active}):
+            rows = [b for b in active if len(prefixes[b]) == length]
+            stand_in = prefixes[rows[0]]
+            ids = torch.stack([p[:length] if len(p) >= length else stand_in for p in prefixes])
+            processed = self.processors(ids, logits.clone())
+            result[rows] = processed[rows]
+        return result
+
+    def choose(self, scores: Tensor, position: list[int] | Tensor) -> Tensor:
+        """The target's choice for rows of scores.
+
+        Args:
+            scores: [B, N, V] processed scores.
+            position: How many tokens row b, or node n of row b, comes after the prompt: [B] or
+                [B, N].
+
+        Returns:
+            int64 [B, N], inside the vocabulary even if scores are NaN.
+        """
+        if not self.do_sample:
+            return _argmax(scores)
+        batch, _, vocab = scores.shape
+        if self._noise is None:
+            self._noise = _Noise(batch, vocab, scores.device)
+        position = torch.as_tensor(position)
+        if position.ndim == 1:
+            position = position[:, None].expand(batch, scores.shape[1])
+        rows = position.tolist()
+        noise = self._noise
+        probabilities = scores.softmax(-1)
+        low = min(map(min, rows))
+        for t in range(low, max(map(max, rows)) + 1):
+            noise.at(t)
+        blocks = torch.stack(
+            [torch.stack([noise.at(t)[b] for t in row]) for b, row in enumerate(rows)]
+        )
+        return _argmax(probabilities / blocks)
+
+    def release(self, state: DecodeState) -> None:
+        """Forget noise of positions that every row has passed."""
+        if self._noise is not None:
+            self._noise.forget(min(state.positions()))
+
+    def finish(self, generated: int) -> None:
+        """Leave the generator where plain `generate` would after `generated` tokens."""
+        if self._noise is not None:
+            self._noise.rewind(generated)
+
+
+def _argmax(scores: Tensor) -> Tensor:
+    """First maximum; torch's NaN-as-maximum keeps the index inside the vocabulary."""
+    return scores.argmax(dim=-1)
+
+
+class _Noise:
+    """Exponential noise by position: block t is the t-th that plain `generate` would draw."""
+
+    def __init__(self, batch: int, vocab: int, device: torch.device) -> None:
+        self.shape = (batch, vocab)
+        self.device = device
+        self.blocks: dict[int, Tensor] = {}
+        self.after: dict[int, Tensor] = {}  # generator state when t blocks have been drawn
+        self.drawn = 0
+        self._remember()
+
+    def _state(self) -> Tensor:
+        if self.device.type == "cuda":
+            return torch.cuda.get_rng_state(self.device)
+        return torch.get_rng_state()
+
+    def _remember(self) -> None:
+        self.after[self.drawn] = self._state()
+
+    def at(self, t: int) -> Tensor:
+        """Noise [B, V] of position t, drawn when first asked for."""
+        while self.drawn <= t:
+            self.blocks[self.drawn] = torch.empty(self.shape, device=self.device).exponential_()
+            self.drawn += 1
+            self._remember()
+        return self.blocks[t]
+
+    def forget(self, t: int) -> None:
+        """Drop blocks before position t."""
+        for old in [key for key in self.blocks if key < t]:
+            del self.blocks[old]
+        for old in [key for key in self.after if key < t]:
+            del self.after[old]
+
+    def rewind(self, t: int) -> None:
+        """Put the generator back to where t blocks had been drawn."""
+        if t in self.after and t < self.drawn:
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(self.after[t], self.device)
+            else:
+                torch.set_rng_state(self.after[t])

@@ -1,0 +1,162 @@
+"""What travels between the stations of a step, apart from the tree itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from selfspec.cache import TreeCache
+    from selfspec.target import Target
+
+
+@dataclass(frozen=True, eq=False)
+class TargetOutput:
+    """What one target forward gives.
+
+    Attributes:
+        logits: [B, N, V] next-token logits after every node (N = 1 after the prefill).
+        hidden: {layer: [B, N, C]} input of every tapped layer; layer L is the last layer's output.
+            After the prefill N is the padded prompt length.
+    """
+
+    logits: Tensor
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Acceptance:
+    """What the target keeps of a tree.
+
+    Attributes:
+        path: int32 [B, depth + 1] accepted nodes, the root first, -1 padded.
+        num_accepted: int32 [B], accepted draft tokens; `next_token` is not counted.
+        next_token: int64 [B], the recovered or bonus token.
+        scores: Processed float32 scores [B, N, V] the choice was made from, if they were asked for.
+    """
+
+    path: Tensor
+    num_accepted: Tensor
+    next_token: Tensor
+    scores: Tensor | None = None
+
+
+class DecodeState:
+    """The sequences being decoded. Only `commit` changes it; drafters read.
+
+    Attributes:
+        target: The model, for drafters that run parts of it.
+        cache: Keys and values of all committed tokens but the root.
+        root: int64 [B], last committed token of every row, on the model's device.
+        start: Left padding of every row.
+        length: Tokens of every row so far, padding included.
+        prompt_length: Length of the prompt, padding included (the same for all rows).
+        limit: Length at which a row must end.
+        frozen: Rows that take no more tokens.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        cache: TreeCache,
+        input_ids: Tensor,
+        start: list[int],
+        limit: int,
+    ) -> None:
+        self.target = target
+        self.cache = cache
+        self.start = start
+        self.limit = limit
+        self.prompt_length = input_ids.shape[1]
+        self.length = [self.prompt_length] * input_ids.shape[0]
+        self.frozen = [False] * input_ids.shape[0]
+        self.device = input_ids.device
+        self._ids = input_ids.cpu().clone()
+        last = input_ids[:, -1] if self.prompt_length else input_ids.new_zeros(input_ids.shape[0])
+        self.root = last.to(target.device)
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return len(self.length)
+
+    @property
+    def done(self) -> bool:
+        """Whether every row has ended."""
+        return all(self.frozen)
+
+    def tokens(self, b: int) -> np.ndarray:
+        """Row b without its padding, int64 [T]; a view, do not keep it across steps."""
+        return self._ids[b, self.start[b] : self.length[b]].numpy()
+
+    def prefix(self, b: int, new: list[int] | None = None) -> Tensor:
+        """Row b with its padding and perhaps some more tokens, int64 [T] where the prompt was."""
+        ids = self._ids[b, : self.length[b]]
+        if new:
+            ids = torch.cat([ids, torch.tensor(new)])
+        return ids.to(self.device)
+
+    def generated(self, b: int) -> int:
+        """Tokens that row b has gained since the prompt."""
+        return self.length[b] - self.prompt_length
+
+    def positions(self) -> list[int]:
+        """`generated` of every row; frozen rows, which draw nothing, keep up with the others."""
+        moving = [self.generated(b) for b in range(self.batch) if not self.frozen[b]]
+        front = max(moving, default=0)
+        return [front if self.frozen[b] else self.generated(b) for b in range(self.batch)]
+
+    def room(self, b: int) -> int:
+        """Tokens that row b can still take."""
+        return 0 if self.frozen[b] else self.limit - self.length[b]
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Deepest draft that some row could use: the target adds a token of its own."""
+        return max(0, max(self.room(b) for b in range(self.batch)) - 1)
+
+    def sequences(self, length: int, pad: int = 0) -> Tensor:
+        """int64 [B, length]; rows are cut, or padded with `pad`, to `length`."""
+        out = torch.full((self.batch, length), pad, dtype=torch.int64)
+        for b, own in enumerate(self.length):
+            out[b, : min(own, length)] = self._ids[b, : min(own, length)]
+        return out.to(self.device)
+
+    def commit(
+        self,
+        emitted: list[list[int]],
+        acceptance: Acceptance | None,
+        *,
+        moved: bool = True,
+    ) -> None:
+        """Append tokens and keep the keys and values that belong to them.
+
+        Args:
+            emitted: New tokens of every row: accepted drafts, then the next token; possibly cut
+                short by a stopping rule, empty for a frozen row.
+            acceptance: Where the accepted nodes are; None after the prefill, when the cache holds
+                exactly the prompt.
+            moved: False if all accepted nodes are in place already (chains).
+        """
+        longest = max(length + len(new) for length, new in zip(self.length, emitted, strict=True))
+        if longest > self._ids.shape[1]:
+            grown = self._ids.new_zeros(self.batch, min(max(longest, 2 * longest), self.limit))
+            grown[:, : self._ids.shape[1]] = self._ids
+            self._ids = grown
+        for b, new in enumerate(emitted):
+            if new:
+                end = self.length[b] + len(new)
+                self._ids[b, self.length[b] : end] = torch.tensor(new)
+                self.length[b] = end
+        if acceptance is not None:
+            counts = [len(new) for new in emitted]
+            # The root and all emitted tokens but the last; a stop may have cut the path short.
+            kept = torch.tensor([max(0, count - 1) for count in counts], dtype=torch.int32)
+            kept = torch.minimum(kept.to(acceptance.path.device), acceptance.num_accepted)
+            self.cache.commit(acceptance.path, kept, counts, moved)
+        last = [int(self._ids[b, length - 1]) for b, length in enumerate(self.length)]
+        self.root = torch.tensor(last, device=self.root.device)

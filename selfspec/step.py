@@ -1,0 +1,103 @@
+"""What one step emits: from an acceptance on the device to tokens on the host, cut at a stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from selfspec.sampling import Sampler
+    from selfspec.state import Acceptance, DecodeState, TargetOutput
+    from selfspec.stopping import StopRules
+    from selfspec.tree import TokenTree
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of the loop, row by row.
+
+    Attributes:
+        tokens: New tokens; empty for a row that had ended.
+        num_drafted: Draft tokens, the root not counted.
+        num_accepted: Draft tokens among `tokens`.
+        draft_depth: Length of the longest path that was drafted.
+        num_nodes: Nodes that the target ran a row; 1 is a plain step.
+        moved: Whether accepted nodes have to move up in the cache (never on a chain).
+        is_prefill: Whether this was the prompt.
+        drafter: Who drafted.
+        seconds: Time by station.
+        scores: Processed float32 scores [V] of every new token, if they are to be returned.
+        logits: The target's float32 logits [V] of every new token, likewise.
+    """
+
+    tokens: list[list[int]]
+    num_drafted: list[int]
+    num_accepted: list[int]
+    draft_depth: list[int]
+    num_nodes: int
+    moved: bool
+    is_prefill: bool
+    drafter: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    scores: list[list[Tensor]] | None = None
+    logits: list[list[Tensor]] | None = None
+
+
+def emit(
+    tree: TokenTree,
+    output: TargetOutput,
+    acceptance: Acceptance,
+    state: DecodeState,
+    stops: StopRules,
+    sampler: Sampler,
+    is_prefill: bool,
+) -> Step:
+    """Read the accepted tokens (the step's one host copy) and cut every row where it stops."""
+    path = acceptance.path
+    device = path.device
+    nodes = torch.arange(tree.width, device=device) < tree.num_nodes.to(device)[:, None]
+    table = torch.cat(
+        [
+            acceptance.num_accepted[:, None],
+            acceptance.next_token[:, None],
+            tree.num_nodes.to(device)[:, None],
+            (tree.depth.to(device) * nodes).amax(1, keepdim=True),
+            path,
+            tree.tokens.to(device).gather(1, path.clamp(min=0).long()),
+        ],
+        dim=1,
+    ).tolist()
+    width = path.shape[1]
+    tokens, drafted, accepted, depths, moved = [], [], [], [], False
+    scores: list[list[Tensor]] | None = [] if sampler.keep_scores else None
+    logits: list[list[Tensor]] | None = [] if sampler.keep_logits else None
+    for b, (count, next_token, num_nodes, depth, *rest) in enumerate(table):
+        walked, walked_tokens = rest[:width], rest[width:]
+        new: list[int] = []
+        if not state.frozen[b]:
+            new = stops.cut(state, b, [*walked_tokens[1 : count + 1], next_token])
+        kept = min(count, max(len(new) - 1, 0)) if not is_prefill else 0
+        moved = moved or walked[1 : kept + 1] != list(range(1, kept + 1))
+        tokens.append(new)
+        drafted.append(num_nodes - 1)
+        accepted.append(min(count, len(new)))
+        depths.append(depth)
+        at = walked[: len(new)]
+        if scores is not None and acceptance.scores is not None:
+            scores.append(list(acceptance.scores[b, at].unbind(0)))
+        if logits is not None:
+            logits.append(list(output.logits[b, at].float().unbind(0)))
+    return Step(
+        tokens,
+        drafted,
+        accepted,
+        depths,
+        tree.width,
+        moved,
+        is_prefill,
+        scores=scores,
+        logits=logits,
+    )

@@ -1,0 +1,98 @@
+"""Handing tokens out while they are made: to transformers' streamers, and to a `for` loop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+    from selfspec.step import Step
+
+
+class ColumnStreamer:
+    """Feeds a streamer as plain `generate` would: one column [B] of tokens at a time, in order.
+
+    Rows advance by different counts; a column is handed out once every row has it. Rows that have
+    ended are padded.
+
+    Args:
+        streamer: The user's, or None.
+        batch: B.
+        pad: Padding token.
+    """
+
+    def __init__(self, streamer: BaseStreamer | None, batch: int, pad: int) -> None:
+        self.streamer = streamer
+        self.pad = pad
+        self.rows: list[list[int]] = [[] for _ in range(batch)]
+        self.sent = 0
+
+    def put(self, step: Step, frozen: list[bool]) -> None:
+        """Take a step's tokens and hand out the columns that are complete."""
+        if self.streamer is None:
+            return
+        for row, new in zip(self.rows, step.tokens, strict=True):
+            row.extend(new)
+        moving = [len(row) for row, ended in zip(self.rows, frozen, strict=True) if not ended]
+        self._send(min(moving) if moving else max(map(len, self.rows)))
+
+    def _send(self, until: int) -> None:
+        assert self.streamer is not None
+        for t in range(self.sent, until):
+            column = [row[t] if t < len(row) else self.pad for row in self.rows]
+            self.sent = t + 1
+            self.streamer.put(torch.tensor(column))
+
+    def end(self) -> None:
+        """Tell the streamer that there is no more."""
+        if self.streamer is not None:
+            self.streamer.end()
+
+
+class _ConsumerGoneError(Exception):
+    """The consumer of a step stream has gone."""
+
+
+def stream_steps(run: Callable[[Callable[[Step], None]], Any]) -> Iterator[Step]:
+    """Run `run(on_step)` in a thread and yield what it passes to `on_step`.
+
+    The thread waits until a step has been taken before it goes on to the next but one; closing the
+    iterator ends it at its next step. An exception in the thread is raised here.
+    """
+    handed: queue.Queue[Step | BaseException | None] = queue.Queue(maxsize=1)
+    closed = threading.Event()
+
+    def put(item: Step | BaseException | None) -> None:
+        while not closed.is_set():
+            try:
+                return handed.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+        raise _ConsumerGoneError
+
+    def work() -> None:
+        try:
+            run(put)
+            put(None)
+        except _ConsumerGoneError:
+            pass
+        except BaseException as exception:
+            if not closed.is_set():
+                put(exception)
+
+    thread = threading.Thread(target=work, name="selfspec-stream", daemon=True)
+    thread.start()
+    try:
+        while (item := handed.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        closed.set()
+        thread.join()

@@ -1,0 +1,179 @@
+"""The model as target: verify a tree in one forward, run some of its layers, tap hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from selfspec_kernels import TreeLayout
+from torch import Tensor
+
+from selfspec.architectures import Architecture, describe, measure
+from selfspec.attention import TreeContext, tree_context
+from selfspec.cache import AlignedCache, TreeCache
+from selfspec.patch import LayerPlan, layer_plan, patched
+from selfspec.state import TargetOutput
+from selfspec.tree import TokenTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+
+
+class Target:
+    """Runs the user's model, always through its own forward.
+
+    Args:
+        model: A transformers decoder. It is probed by a few forwards over a handful of tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.attention_calls = 0
+        self.architecture = describe(model)
+        with torch.no_grad():
+            self.architecture = measure(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+        return self.model.get_input_embeddings().weight.device
+
+    @contextmanager
+    def using(self, architecture: Architecture) -> Iterator[None]:
+        """Patch the model for the block, as `architecture` says; for probing."""
+        previous, self.architecture = self.architecture, architecture
+        try:
+            with patched(self.model, architecture):
+                yield
+        finally:
+            self.architecture = previous
+
+    def ready(self) -> Any:
+        """A context in which this target may be run (the patch is on)."""
+        return patched(self.model, self.architecture)
+
+    # ------------------------------------------------------------------ forwards
+
+    def plain(self, ids: Tensor) -> Tensor:
+        """The model as it is: next-token logits [V] (float32) after `ids` [1, T]."""
+        return self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+
+    def fill(self, ids: Tensor, cache: TreeCache) -> None:
+        """Prefill `cache` with `ids` [B, T] of rows without padding."""
+        self.model(input_ids=ids, use_cache=True, **{self.architecture.cache_argument: cache})
+        cache.settle([0] * ids.shape[0])
+
+    def prefill(
+        self, forward: Callable[[], Any], cache: TreeCache, pads: list[int], taps: frozenset[int]
+    ) -> TargetOutput:
+        """Run transformers' own prefill into `cache`.
+
+        Args:
+            forward: Calls the model and returns its output.
+            cache: Where it will write.
+            pads: Left padding of every row.
+            taps: Layers whose input is returned as `hidden`.
+        """
+        plan = LayerPlan(taps=taps) if taps else None
+        with layer_plan(plan), tree_context(None):
+            logits = forward().logits[:, -1:]
+        cache.settle(pads)
+        return TargetOutput(logits, plan.captured if plan else {})
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: TreeCache,
+        taps: frozenset[int] = frozenset(),
+        position_shift: int = 0,
+    ) -> TargetOutput:
+        """Run every node of `tree` through the layers that drafting has not run yet.
+
+        Args:
+            tree: Its keys and values are written behind the committed ones.
+            cache: Committed tokens of every row.
+            taps: Layers whose input is returned as `hidden`.
+            position_shift: Added to every position; only probing wants this.
+        """
+        resume = tree.resume
+        plan = None
+        if resume is not None:
+            plan = LayerPlan(first=resume.layer, resume=resume.hidden, taps=taps)
+        elif taps:
+            plan = LayerPlan(taps=taps)
+        logits = self.run(tree, tree.width, cache, plan, position_shift=position_shift)
+        return TargetOutput(logits, plan.captured if plan else {})
+
+    def run(
+        self,
+        tree: TokenTree,
+        count: int,
+        cache: TreeCache,
+        plan: LayerPlan | None,
+        *,
+        with_logits: bool = True,
+        position_shift: int = 0,
+    ) -> Tensor:
+        """Run the last `count` nodes of `tree`; the nodes before them have been run.
+
+        Args:
+            tree: N nodes; node n of a row is written to the n-th slot behind its committed ones.
+            count: M, how many nodes to run.
+            cache: Committed tokens, and the nodes before.
+            plan: Which layers run.
+            with_logits: False leaves the LM head out, where the model lets us.
+            position_shift: Added to every position.
+
+        Returns:
+            Logits [B, M, V], or [B, 0, V] without them.
+        """
+        architecture = self.architecture
+        cache.open(tree.width - count, count)
+        layout = TreeLayout(
+            tree.ancestors[:, -count:].to(self.device),
+            tree.depth.to(self.device),
+            torch.tensor(cache.lengths, dtype=torch.int32).to(self.device),
+            cache.width,
+        )
+        context = None
+        arguments: dict[str, Any] = {architecture.cache_argument: cache}
+        if architecture.support == "tree":
+            positions = layout.prefix_len[:, None] + layout.depth[:, -count:] + position_shift
+            arguments["position_ids"] = positions.long()
+            if architecture.attention_names:
+                context = TreeContext(layout, architecture.windows)
+                arguments["attention_mask"] = context.mask_argument()
+            else:
+                arguments["attention_mask"] = self._masks(layout, cache)
+        else:
+            assert isinstance(cache, AlignedCache)
+            arguments["attention_mask"] = cache.mask(tree.width, self.device)
+        if architecture.takes_logits_to_keep:
+            none = torch.empty(0, dtype=torch.int64, device=self.device)
+            arguments["logits_to_keep"] = 0 if with_logits else none
+        tokens = tree.tokens[:, -count:].to(self.device)
+        with layer_plan(plan), tree_context(context):
+            logits = self.model(input_ids=tokens, use_cache=True, **arguments).logits
+        if context is not None:
+            self.attention_calls += context.calls
+        return logits.to(self.device)
+
+    def _masks(self, layout: TreeLayout, cache: TreeCache) -> Tensor | dict[str, Tensor]:
+        """Explicit 4-D masks, for models that do not consult the attention interface."""
+        assert cache.window is not None
+        masks = {
+            kind: layout.mask(cache.window[1], window)[:, None]
+            for kind, window in self.architecture.windows.items()
+        }
+        dtype = self.architecture.mask_dtype
+        if dtype != torch.bool:  # eager attention adds its mask
+            lowest = torch.finfo(dtype).min
+            masks = {
+                kind: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest)
+                for kind, mask in masks.items()
+            }
+        return next(iter(masks.values())) if len(masks) == 1 else masks

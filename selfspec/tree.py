@@ -1,0 +1,377 @@
+"""The token tree: the one shape in which every draft travels.
+
+A chain is a tree with one branch; "no draft" is a tree of the root alone. Topology is kept both as
+parents, which acceptance walks, and as packed ancestor bits, which attention reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Resume:
+    """Work that drafting has already done for verification.
+
+    Attributes:
+        layer: Verification starts at this layer; layers before it have run, and their keys and
+            values sit in the node slots of the cache. A count of layers, 1..L.
+        hidden: [B, N, C] input of that layer for every node (output of the last one if `layer ==
+            L`).
+    """
+
+    layer: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """Draft tokens of B sequences, N nodes each; node 0 is the root.
+
+    The root is the last committed token, whose keys and values are not cached yet. Rows with fewer
+    than N nodes are padded: nodes from `num_nodes[b]` on are computed and ignored.
+
+    Attributes:
+        tokens: int64 [B, N].
+        parents: int32 [B, N]; -1 at the root, parents come before their children.
+        depth: int32 [B, N]; 0 at the root.
+        ancestors: int64 [B, N, ceil(N/64)]; bit n of word n // 64 is set iff n is the node or an
+            ancestor of it.
+        num_nodes: int32 [B], the root included.
+        log_q: float32 [B, N, V] or None. Row n is the log distribution that the children of node n
+            were drawn from. None for deterministic drafts (n-gram, argmax, top-k).
+        resume: Layers that drafting has run already, or None.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    num_nodes: Tensor
+    log_q: Tensor | None = None
+    resume: Resume | None = None
+    max_depth: int = field(default=-1)
+    max_nodes: int = field(default=-1)
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without reading the device.
+
+        Raises:
+            ValueError: If shapes or dtypes disagree.
+        """
+        if self.tokens.ndim != 2 or self.tokens.dtype != torch.int64 or self.tokens.shape[1] < 1:
+            raise ValueError(
+                "TokenTree.tokens must be int64 [B, N] with N >= 1, "
+                f"got {self.tokens.dtype} {tuple(self.tokens.shape)}."
+            )
+        batch, nodes = self.tokens.shape
+        words = -(-nodes // WORD_BITS)
+        for name, dtype, shape in (
+            ("parents", torch.int32, (batch, nodes)),
+            ("depth", torch.int32, (batch, nodes)),
+            ("ancestors", torch.int64, (batch, nodes, words)),
+            ("num_nodes", torch.int32, (batch,)),
+        ):
+            value = getattr(self, name)
+            if value.dtype != dtype or tuple(value.shape) != shape:
+                raise ValueError(
+                    f"TokenTree.{name} must be {dtype} {shape} for tokens {(batch, nodes)}, "
+                    f"got {value.dtype} {tuple(value.shape)}."
+                )
+        if self.log_q is not None and tuple(self.log_q.shape[:2]) != (batch, nodes):
+            raise ValueError(
+                f"TokenTree.log_q must be [B, N, V] with B, N = {(batch, nodes)}, "
+                f"got {tuple(self.log_q.shape)}."
+            )
+        # Host-side bounds; constructors know them, others pay one read.
+        if self.max_depth < 0:
+            object.__setattr__(self, "max_depth", int(self.depth.max()))
+        if self.max_nodes < 0:
+            object.__setattr__(self, "max_nodes", int(self.num_nodes.max()))
+
+    @property
+    def batch(self) -> int:
+        """B, the number of sequences."""
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """N, the number of nodes a row, padding included."""
+        return self.tokens.shape[1]
+
+    # ---------------------------------------------------------------- constructors
+
+    @classmethod
+    def root_only(cls, root: Tensor) -> TokenTree:
+        """The tree without drafts; `root` is int64 [B]."""
+        return cls.chain(root, root.new_empty(root.shape[0], 0))
+
+    @classmethod
+    def chain(
+        cls,
+        root: Tensor | int,
+        tokens: Tensor | Sequence[int],
+        *,
+        num_nodes: Tensor | None = None,
+        log_q: Tensor | None = None,
+        resume: Resume | None = None,
+    ) -> TokenTree:
+        """One branch a row.
+
+        Args:
+            root: int64 [B], or an int for one sequence.
+            tokens: int64 [B, N-1], or a list of ints for one sequence.
+            num_nodes: int32 [B], root included, for rows that are shorter. Defaults to N.
+            log_q: float32 [B, N, V], see the class.
+            resume: See the class.
+        """
+        if not isinstance(root, Tensor):
+            root = torch.tensor([root])
+        if not isinstance(tokens, Tensor):
+            tokens = torch.tensor([list(tokens)], dtype=torch.int64).view(1, -1).to(root.device)
+        tokens = torch.cat([root[:, None], tokens], dim=1)
+        batch, nodes = tokens.shape
+        parents, depth, ancestors = _chain_topology(nodes, tokens.device)
+        full = num_nodes is None
+        if num_nodes is None:
+            num_nodes = torch.full((batch,), nodes, dtype=torch.int32, device=tokens.device)
+        return cls(
+            tokens=tokens,
+            parents=parents.expand(batch, -1),
+            depth=depth.expand(batch, -1),
+            ancestors=ancestors.expand(batch, -1, -1),
+            num_nodes=num_nodes,
+            log_q=log_q,
+            resume=resume,
+            max_depth=nodes - 1,
+            max_nodes=nodes if full else -1,
+        )
+
+    @classmethod
+    def from_topology(
+        cls,
+        tokens: Tensor,
+        parents: Sequence[Sequence[int]] | Sequence[int],
+        *,
+        log_q: Tensor | None = None,
+    ) -> TokenTree:
+        """A tree from tokens and parents.
+
+        Args:
+            tokens: int64 [B, N], root first.
+            parents: A list of parents for all rows, or one list a row; -1 for the root. Rows may be
+                shorter than N; the rest is padding.
+            log_q: float32 [B, N, V], see the class.
+
+        Raises:
+            ValueError: If a parent does not come before its child, or a row has no root.
+        """
+        batch, nodes = tokens.shape
+        rows: list[list[int]]
+        if len(parents) and isinstance(parents[0], int):
+            rows = [list(parents)] * batch  # type: ignore[arg-type]
+        else:
+            rows = [list(row) for row in parents]  # type: ignore[arg-type]
+        if len(rows) != batch:
+            raise ValueError(f"parents has {len(rows)} rows, tokens has {batch}.")
+        words = -(-nodes // WORD_BITS)
+        all_parents, all_depth, all_bits = [], [], []
+        for b, row in enumerate(rows):
+            if not 1 <= len(row) <= nodes or row[0] != -1:
+                raise ValueError(
+                    f"parents of row {b} must start with -1 and have 1..{nodes} entries, got {row}."
+                )
+            depth, bits = [0], [1]
+            for n in range(1, len(row)):
+                if not 0 <= row[n] < n:
+                    raise ValueError(
+                        f"node {n} of row {b} has parent {row[n]}; parents come before children."
+                    )
+                depth.append(depth[row[n]] + 1)
+                bits.append(bits[row[n]] | 1 << n)
+            for n in range(len(row), nodes):  # padding sees itself only
+                row.append(-1)
+                depth.append(0)
+                bits.append(1 << n)
+            all_parents.append(row)
+            all_depth.append(depth)
+            all_bits.append([_words(value, words) for value in bits])
+        device = tokens.device
+        counts = [sum(p >= 0 for p in row) + 1 for row in all_parents]
+        return cls(
+            tokens=tokens,
+            parents=torch.tensor(all_parents, dtype=torch.int32, device=device),
+            depth=torch.tensor(all_depth, dtype=torch.int32, device=device),
+            ancestors=torch.tensor(all_bits, dtype=torch.int64, device=device),
+            num_nodes=torch.tensor(counts, dtype=torch.int32, device=device),
+            log_q=log_q,
+            max_depth=max(map(max, all_depth)),
+            max_nodes=max(counts),
+        )
+
+    @classmethod
+    def from_paths(
+        cls,
+        root: Tensor,
+        paths: Sequence[Sequence[Sequence[int]]],
+        max_draft_tokens: int | None = None,
+    ) -> TokenTree:
+        """Merge continuations that share prefixes into one tree a row.
+
+        Args:
+            root: int64 [B].
+            paths: For every row, its continuations (lists of token ids, root not included), the
+                most trusted first. Equal prefixes become one node.
+            max_draft_tokens: Keep at most this many nodes a row, root not counted. Paths keep their
+                order; the last one that fits is cut short.
+        """
+        if len(paths) != root.shape[0]:
+            raise ValueError(f"paths has {len(paths)} rows, root has {root.shape[0]}.")
+        limit = float("inf") if max_draft_tokens is None else max_draft_tokens
+        if len(paths) == 1 and len(paths[0]) <= 1:  # the common case, without bookkeeping
+            chain = list(paths[0][0]) if paths[0] else []
+            return cls.chain(
+                root,
+                torch.tensor([chain[: int(min(limit, len(chain)))]])
+                .long()
+                .view(1, -1)
+                .to(root.device),
+            )
+        host_root = root.tolist()
+        row_tokens, row_parents = [], []
+        for b, continuations in enumerate(paths):
+            tokens, parents = [host_root[b]], [-1]
+            children: dict[tuple[int, int], int] = {}
+            for continuation in continuations:
+                node = 0
+                for token in continuation:
+                    child = children.get((node, token))
+                    if child is None:
+                        if len(tokens) > limit:
+                            break
+                        child = len(tokens)
+                        children[node, token] = child
+                        tokens.append(token)
+                        parents.append(node)
+                    node = child
+            row_tokens.append(tokens)
+            row_parents.append(parents)
+        nodes = max(map(len, row_tokens))
+        padded = [row + [row[0]] * (nodes - len(row)) for row in row_tokens]
+        return cls.from_topology(torch.tensor(padded, device=root.device), row_parents)
+
+    @classmethod
+    def merge(cls, trees: Sequence[TokenTree], max_draft_tokens: int | None = None) -> TokenTree:
+        """Join the drafts of several drafters; earlier trees have priority.
+
+        Equal children of one node become one node. Shared early layers (`resume`) are given up: a
+        node of one drafter has not run through the layers of another.
+
+        Raises:
+            ValueError: If a tree was sampled. Which siblings survive a merge would depend on
+                sampled tokens, and the output would no longer follow the target's distribution.
+        """
+        if any(tree.log_q is not None for tree in trees):
+            raise ValueError("TokenTree.merge joins deterministic drafts only; a tree has log_q.")
+        if len(trees) == 1:
+            return trees[0]
+        paths = [
+            [path for row in rows for path in row]
+            for rows in zip(*(tree.paths() for tree in trees), strict=True)
+        ]
+        return cls.from_paths(trees[0].tokens[:, 0], paths, max_draft_tokens)
+
+    # ---------------------------------------------------------------- views and checks
+
+    def paths(self) -> list[list[list[int]]]:
+        """Root-to-leaf token paths of every row, root not included (reads the device)."""
+        result = []
+        for tokens, parents, count in zip(
+            self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist(), strict=True
+        ):
+            leaves = set(range(count)) - set(parents[:count])
+            row = []
+            for leaf in sorted(leaves - {0}):
+                path, node = [], leaf
+                while node > 0:
+                    path.append(tokens[node])
+                    node = parents[node]
+                row.append(path[::-1])
+            result.append(row)
+        return result
+
+    def validate(self, root: Tensor, vocab_size: int, max_draft_tokens: int) -> None:
+        """Check a draft before it is verified (reads the device).
+
+        Raises:
+            ValueError: If the tree does not belong to this state or cannot be walked.
+        """
+        if self.batch != root.shape[0]:
+            raise ValueError(f"draft has {self.batch} rows, the batch has {root.shape[0]}.")
+        if self.max_nodes - 1 > max_draft_tokens or self.max_depth > max_draft_tokens:
+            raise ValueError(
+                f"draft has {self.max_nodes - 1} tokens to depth {self.max_depth}; "
+                f"the budget was {max_draft_tokens}."
+            )
+        roots, tokens = root.tolist(), self.tokens.tolist()
+        counts, parents = self.num_nodes.tolist(), self.parents.tolist()
+        depths, bits = self.depth.tolist(), self.ancestors.tolist()
+        for b, count in enumerate(counts):
+            if not 1 <= count <= self.width:
+                raise ValueError(f"num_nodes of row {b} is {count}, outside 1..{self.width}.")
+            if tokens[b][0] != roots[b]:
+                raise ValueError(
+                    f"node 0 of row {b} is token {tokens[b][0]}; it must be the root {roots[b]}."
+                )
+            if parents[b][0] != -1 or depths[b][0] != 0:
+                raise ValueError(f"node 0 of row {b} must have parent -1 and depth 0.")
+            for n, token in enumerate(tokens[b]):
+                if not 0 <= token < vocab_size:
+                    raise ValueError(
+                        f"token {token} of node {n}, row {b}, is outside the vocabulary "
+                        f"(0..{vocab_size - 1})."
+                    )
+            words = -(-self.width // WORD_BITS)
+            expected = [1]
+            for n in range(1, count):
+                parent = parents[b][n]
+                if not 0 <= parent < n:
+                    raise ValueError(
+                        f"node {n} of row {b} has parent {parent}; parents come before children."
+                    )
+                if depths[b][n] != depths[b][parent] + 1:
+                    raise ValueError(f"depth of node {n}, row {b}, is not its parent's plus one.")
+                expected.append(expected[parent] | 1 << n)
+            for n in range(count):
+                if bits[b][n] != _words(expected[n], words):
+                    raise ValueError(f"ancestors of node {n}, row {b}, do not match its parents.")
+
+
+def _words(bits: int, words: int) -> list[int]:
+    """Split a bit set into signed 64-bit words, lowest first."""
+    out = []
+    for w in range(words):
+        word = bits >> (WORD_BITS * w) & (1 << WORD_BITS) - 1
+        out.append(word - (1 << WORD_BITS) if word >> (WORD_BITS - 1) else word)
+    return out
+
+
+@lru_cache(maxsize=512)
+def _chain_topology(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents, depth and ancestors of one chain, [1, N] and [1, N, W]; made once a length.
+
+    Built with inference mode off: tensors made inside a user's `torch.inference_mode()` would be
+    unusable in a later call outside it.
+    """
+    words = -(-nodes // WORD_BITS)
+    bits = [_words((1 << n + 1) - 1, words) for n in range(nodes)]
+    with torch.inference_mode(False):
+        depth = torch.arange(nodes, dtype=torch.int32, device=device)[None]
+        return depth - 1, depth, torch.tensor([bits], dtype=torch.int64, device=device)
