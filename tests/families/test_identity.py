@@ -1,0 +1,92 @@
+"""Every family, every drafter, ragged batches: token-identical to plain `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import selfspec
+from tests.families import tiny
+from tests.oracle import OracleDrafter, RandomTreeDrafter
+
+NEW = 40
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+
+DRAFTERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "ngram": lambda answers: selfspec.NGramDrafter(min_match=1),
+    "ngram-tree": lambda answers: selfspec.NGramDrafter(min_match=1, max_candidates=3),
+    "early-exit": lambda answers: selfspec.EarlyExitDrafter(2, confidence=0.0),
+    "layer-skip": lambda answers: selfspec.LayerSkipDrafter([1, 2], confidence=0.2),
+    "oracle": lambda answers: OracleDrafter(answers, 5, wrong_at=(0, 3, 1, 5)),
+    "oracle-tree": lambda answers: OracleDrafter(answers, 4, wrong_at=(0, 3), branches=2),
+    "random-tree": lambda answers: RandomTreeDrafter(),
+}
+CHAINS = ("ngram", "early-exit", "layer-skip", "oracle")
+
+
+def _check(name: str, drafter: str, batch: int, dtype: torch.dtype) -> None:
+    model = tiny.build(name, dtype=dtype)
+    # Where transformers' own float64 attention is NaN under padding there is nothing to compare.
+    ragged = not (dtype == torch.float64 and name in tiny.UNPADDED_FLOAT64)
+    prompt = tiny.prompts(batch, ragged=ragged)
+    plain = model.generate(**prompt, **GREEDY)
+    spec = selfspec.wrap(model, drafter=DRAFTERS[drafter](plain), max_draft_tokens=16)
+    text = spec.generate(**prompt, **GREEDY)
+    assert text.tolist() == plain.tolist()
+    stats = spec.stats
+    assert stats.fallbacks == 0
+    assert stats.emitted == batch * NEW
+    assert stats.drafted > 0
+    if drafter.startswith("oracle"):  # otherwise "inside an accepted block" was never tested
+        assert stats.accepted > 0
+        assert stats.forwards < NEW - 5
+    assert stats.forwards <= NEW
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", tiny.TREE)
+def test_float32(name: str, drafter: str, batch: int) -> None:
+    _check(name, drafter, batch, torch.float32)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", tiny.TREE)
+def test_float64(name: str, drafter: str) -> None:
+    _check(name, drafter, 3, torch.float64)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("drafter", CHAINS)
+@pytest.mark.parametrize("name", tiny.CHAIN_ONLY)
+def test_chain_only(name: str, drafter: str, batch: int) -> None:
+    for dtype in (torch.float32, torch.float64):
+        _check(name, drafter, batch, dtype)
+    spec = selfspec.wrap(tiny.build(name))
+    assert "chains only" in repr(spec)
+
+
+@pytest.mark.parametrize("name", tiny.UNSUPPORTED)
+def test_refused_with_a_reason(name: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be wrapped: .*(state|encoder-decoder)"):
+        selfspec.wrap(tiny.build(name))
+
+
+@pytest.mark.parametrize("name", tiny.TREE)
+def test_full_model_as_its_own_draft(name: str) -> None:
+    """Exit at the last layer: everything is accepted, or a cache or position is wrong."""
+    model = tiny.build(name, dtype=torch.float64)
+    prompt = tiny.prompts(3, ragged=name not in tiny.UNPADDED_FLOAT64)
+    plain = model.generate(**prompt, **GREEDY)
+    for drafter in (
+        selfspec.EarlyExitDrafter(4, max_draft_tokens=4, confidence=0.0),
+        selfspec.LayerSkipDrafter(selfspec.SkipSet(), max_draft_tokens=4, confidence=0.0),
+    ):
+        spec = selfspec.wrap(model, drafter=drafter)
+        text = spec.generate(**prompt, **GREEDY)
+        assert text.tolist() == plain.tolist()
+        assert spec.stats.acceptance_rate == 1.0
+        assert spec.stats.forwards == 8  # 39 tokens after the prefill's, five a step
