@@ -1,0 +1,77 @@
+"""Move the keys and values of an accepted path to where a plain decode would have put them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._dispatch import Backend, use_triton
+from .reference import kv_commit_reference
+
+__all__ = ["kv_commit"]
+
+
+def kv_commit(
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    path: Tensor,
+    num_accepted: Tensor,
+    prefix_len: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Compact the cache in place, so that the accepted path follows the prefix without gaps.
+
+    For every row b and i in `1 .. num_accepted[b]`, slot `prefix_len[b] + i` gets what slot
+    `prefix_len[b] + path[b, i]` holds. The root is in its place already; slots behind the accepted
+    path keep what they held. `path` increases strictly, so that `path[b, i] >= i`
+    and nothing is overwritten before it has been read.
+
+    Args:
+        keys: One buffer [B, K, S, D] a layer; K, S, D, dtype and device may differ between buffers.
+        values: As many buffers as `keys`.
+        path: int32 [B, max_depth + 1]; accepted nodes, root first, as `tree_accept` returns them.
+        num_accepted: int32 [B]; accepted nodes without the root.
+        prefix_len: int32 [B]; slot of the root.
+        backend: "auto" takes the Triton kernel for CUDA tensors, one launch for all buffers that
+            agree on device, item size, shape and strides; "triton" and "reference" insist.
+
+    Raises:
+        TypeError: If an index tensor has another dtype.
+        ValueError: If counts or shapes disagree, or the index tensors are on several devices.
+    """
+    for name, tensor, ndim in (
+        ("path", path, 2),
+        ("num_accepted", num_accepted, 1),
+        ("prefix_len", prefix_len, 1),
+    ):
+        if tensor.dtype is not torch.int32:
+            raise TypeError(f"kv_commit: {name} must be torch.int32, got {tensor.dtype}")
+        if tensor.dim() != ndim or tensor.shape[0] != path.shape[0]:
+            raise ValueError(
+                f"kv_commit: {name} has shape {tuple(tensor.shape)}, expected {ndim} dimension(s) "
+                f"and the batch of path, {path.shape[0]}"
+            )
+        if tensor.device != path.device:
+            raise ValueError(f"kv_commit: {name} is on {tensor.device}, path on {path.device}")
+    if path.shape[1] == 0:
+        raise ValueError("kv_commit: path has no column; its first is the root")
+    if len(keys) != len(values):
+        raise ValueError(f"kv_commit: {len(keys)} keys but {len(values)} values")
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for name, layers in (("keys", keys), ("values", values)):
+        for layer, buffer in enumerate(layers):
+            if buffer.dim() != 4 or buffer.shape[0] != path.shape[0]:
+                raise ValueError(
+                    f"kv_commit: {name}[{layer}] has shape {tuple(buffer.shape)}, expected "
+                    f"[{path.shape[0]}, K, S, D]"
+                )
+            by_device.setdefault(buffer.device, []).append(buffer)
+    for device, buffers in by_device.items():
+        index = (path.to(device), num_accepted.to(device), prefix_len.to(device))
+        if use_triton("kv_commit", backend, buffers[0]):
+            from .kernel import kv_commit_triton
+
+            kv_commit_triton(buffers, *index)
+        else:
+            kv_commit_reference(buffers, *index)
