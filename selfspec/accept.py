@@ -68,6 +68,10 @@ def _follow_choices(
     else:  # argmax of the raw logits; casting cannot change it
         scores, choices = None, sampler.choose(logits, [])
     device = choices.device
+    kept = scores if sampler.keep_scores else None
+    if tree.width == 1:  # nothing was drafted
+        none = torch.zeros(tree.batch, dtype=torch.int32, device=device)
+        return Acceptance(none[:, None], none, choices[:, 0], kept)
     path, num_accepted, next_token = tree_accept(
         tree.tokens.to(device),
         tree.parents.to(device),
@@ -75,7 +79,7 @@ def _follow_choices(
         choices,
         max_depth=tree.max_depth,
     )
-    return Acceptance(path, num_accepted, next_token, scores if sampler.keep_scores else None)
+    return Acceptance(path, num_accepted, next_token, kept)
 
 
 def _walk(

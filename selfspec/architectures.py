@@ -9,6 +9,7 @@ wrong. A model that passes for chains only is used with chains; a recurrent one 
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from selfspec.target import Target
+
+logger = logging.getLogger("selfspec")
 
 Support = Literal["tree", "chain", "none"]
 
@@ -143,6 +146,7 @@ def measure(target: Target) -> Architecture:
             try:
                 error = _tree_fault(target, candidate)
             except Exception as exception:  # whatever a model's own code raises on a 4-D mask
+                logger.debug("token trees", exc_info=True)
                 error = f"a verification call raised {type(exception).__name__}"
             if not error:
                 return candidate
@@ -153,6 +157,7 @@ def measure(target: Target) -> Architecture:
     try:
         error = _chain_fault(target, candidate)
     except Exception as exception:
+        logger.debug("chains", exc_info=True)
         error = f"a verification call raised {type(exception).__name__}: {exception}"
     if not error:
         return candidate

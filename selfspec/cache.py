@@ -116,6 +116,11 @@ class TreeCache(Cache):
         return max(self.lengths)
 
     @property
+    def is_even(self) -> bool:
+        """Whether all rows have the same length."""
+        return len(set(self.lengths)) == 1
+
+    @property
     def filled_layers(self) -> list[TreeLayer]:
         """Layers that hold anything (a layer that shares another's KV holds nothing)."""
         return [layer for layer in self.layers if layer.is_initialized]
@@ -154,21 +159,22 @@ class TreeCache(Cache):
         start = self.width + offset
         self.reserve(start + count)
         slots = None
-        if len(set(self.lengths)) > 1:
+        if not self.is_even:
             slots = torch.tensor(self.lengths)[:, None] + offset + torch.arange(count)
         self.window = (start, start + count, slots)
 
-    def commit(self, path: Tensor, num_accepted: Tensor, counts: list[int], moved: bool) -> None:
+    def commit(self, path: Tensor, counts: list[int], moved: bool) -> None:
         """Keep the root and the accepted nodes of every row.
 
         Args:
             path: int32 [B, P], node indices from the root on; -1 padded.
-            num_accepted: int32 [B], accepted nodes to keep.
-            counts: Tokens to keep a row, on the host: accepted + 1, or 0 if it stands still.
+            counts: Nodes of the path to keep a row: the root and accepted ones, or 0 if the row
+                stands still.
             moved: False if every path is 0, 1, 2, ...: the nodes are where they belong already.
         """
         if moved:
             prefix = torch.tensor(self.lengths, dtype=torch.int32)
+            num_accepted = torch.tensor([max(count - 1, 0) for count in counts], dtype=torch.int32)
             for device in {layer.device for layer in self.filled_layers}:
                 layers = [layer for layer in self.filled_layers if layer.device == device]
                 kv_commit(
@@ -257,7 +263,7 @@ class AlignedCache(TreeCache):
         starts = self.end - torch.tensor(self.lengths, device=device)
         return (slots >= starts[:, None]).long()
 
-    def commit(self, path: Tensor, num_accepted: Tensor, counts: list[int], moved: bool) -> None:
+    def commit(self, path: Tensor, counts: list[int], moved: bool) -> None:
         """Keep the accepted prefix of every chain and realign the rows."""
         most = max(counts)
         for layer in self.filled_layers:

@@ -1,16 +1,18 @@
 """What is put on a model for the duration of a generate, and taken off again.
 
-Two things: the config names our attention implementation, and every decoder layer (with its
-attention and MLP) gets a dispatcher as instance `forward`. A dispatcher does nothing unless the
-calling context carries a `LayerPlan`, so that other threads see an ordinary model. Patches are
-counted per model: two wrappers, or two threads of one, share them, and the last one out restores
-whatever `forward` an object had before (accelerate puts hooks there).
+Two things: the config names our attention implementation, and, once a drafter wants to run some of
+the layers or to see their states, every decoder layer (with its attention and MLP) gets a
+dispatcher as instance `forward`. A dispatcher does nothing unless the calling context carries a
+`LayerPlan`, so that other threads see an ordinary model. Patches are counted per model: two
+wrappers, or two threads of one, share them, and the last one out restores whatever `forward` an
+object had before (accelerate puts hooks there).
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,7 +62,14 @@ _PLAN: ContextVar[LayerPlan | None] = ContextVar("selfspec_layer_plan", default=
 
 @contextmanager
 def layer_plan(plan: LayerPlan | None) -> Iterator[None]:
-    """Make `plan` the plan that the layers follow in this thread (None: run everything)."""
+    """Make `plan` the plan that the layers follow in this thread (None: run everything).
+
+    Only inside `patched`; there the first plan puts the dispatchers on.
+    """
+    if plan is not None:
+        scope = _SCOPE.get()
+        assert scope is not None
+        scope.take("layers")
     token = _PLAN.set(plan)
     try:
         yield
@@ -68,21 +77,27 @@ def layer_plan(plan: LayerPlan | None) -> Iterator[None]:
         _PLAN.reset(token)
 
 
+# What modules return: (0 for a bare tensor or the length of the tuple, last dimension). Skipping a
+# module has to imitate it; learnt when the model is probed.
+_RETURNS: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
 class _Dispatcher:
     """Stands in for the `forward` of one module while the patch is on."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self.__wrapped__ = forward  # inspect.signature sees through
-        self.module = weakref.ref(module)
-        self.forward = forward
-        self.tuple_length = 0  # what skipping must imitate: 0 is a bare tensor
-        self.size = 0
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward = module.forward
+        self.__wrapped__ = module.forward  # inspect.signature sees through
+        self.tuple_length, self.size = _RETURNS.get(module, (0, 0))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self.forward(*args, **kwargs)
-        first = output[0] if isinstance(output, tuple) else output
-        self.tuple_length = len(output) if isinstance(output, tuple) else 0
-        self.size = first.shape[-1]
+        if not self.size:
+            is_tuple = isinstance(output, tuple)
+            self.size = (output[0] if is_tuple else output).shape[-1]
+            self.tuple_length = len(output) if is_tuple else 0
+            _RETURNS[self.module] = self.tuple_length, self.size
         return output
 
     def like(self, hidden: Tensor) -> Any:
@@ -92,10 +107,8 @@ class _Dispatcher:
 class _LayerDispatcher(_Dispatcher):
     """Passes a layer over, feeds it captured states, or records its input."""
 
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], index: int, count: int
-    ) -> None:
-        super().__init__(module, forward)
+    def __init__(self, module: nn.Module, index: int, count: int) -> None:
+        super().__init__(module)
         self.index = index
         self.count = count
 
@@ -123,10 +136,8 @@ class _LayerDispatcher(_Dispatcher):
 class _SublayerDispatcher(_Dispatcher):
     """Lets an attention or MLP contribute zero to the residual stream."""
 
-    def __init__(
-        self, module: nn.Module, forward: Callable[..., Any], index: int, is_attention: bool
-    ) -> None:
-        super().__init__(module, forward)
+    def __init__(self, module: nn.Module, index: int, is_attention: bool) -> None:
+        super().__init__(module)
         self.index = index
         self.is_attention = is_attention
 
@@ -150,15 +161,67 @@ def _take_hidden(
 
 
 class _Patch:
-    """The dispatchers of one model and how many generates need them."""
+    """What is on one model, and how many generates need it, by kind."""
 
     def __init__(self) -> None:
-        self.users = 0
-        self.undo: list[Callable[[], None]] = []
+        self.users: Counter[str] = Counter()
+        self.undo: dict[str, list[Callable[[], None]]] = {"attention": [], "layers": []}
+
+    def take(self, kind: str, install: Callable[[list[Callable[[], None]]], None]) -> None:
+        self.users[kind] += 1
+        if self.users[kind] == 1:
+            try:
+                install(self.undo[kind])
+            except BaseException:
+                self.give_back(kind)
+                raise
+
+    def give_back(self, kind: str) -> None:
+        self.users[kind] -= 1
+        if self.users[kind] == 0:
+            while self.undo[kind]:
+                self.undo[kind].pop()()
+
+
+class _Scope:
+    """One generate's share of the patch; dispatchers come when its first plan does."""
+
+    def __init__(self, model: nn.Module, architecture: Architecture) -> None:
+        self.architecture = architecture
+        self.patch = _PATCHES.setdefault(model, _Patch())
+        self.kinds: list[str] = []
+
+    def take(self, kind: str) -> None:
+        if kind in self.kinds:
+            return
+        install = self._name_attention if kind == "attention" else self._install_dispatchers
+        with _LOCK:
+            self.patch.take(kind, install)
+        self.kinds.append(kind)
+
+    def leave(self) -> None:
+        with _LOCK:
+            while self.kinds:
+                self.patch.give_back(self.kinds.pop())
+
+    def _name_attention(self, undo: list[Callable[[], None]]) -> None:
+        for config, name in self.architecture.attention_names:
+            previous = config._attn_implementation_internal
+            # The property's setter would also walk into sub-configs that are listed or left out.
+            config._attn_implementation_internal = name
+            undo.append(partial(setattr, config, "_attn_implementation_internal", previous))
+
+    def _install_dispatchers(self, undo: list[Callable[[], None]]) -> None:
+        layers = self.architecture.layers
+        for i, layer in enumerate(layers):
+            undo.append(_replace_forward(_LayerDispatcher(layer, i, len(layers))))
+            for module, is_attention in self.architecture.sublayers[i]:
+                undo.append(_replace_forward(_SublayerDispatcher(module, i, is_attention)))
 
 
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, _Patch] = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()
+_SCOPE: ContextVar[_Scope | None] = ContextVar("selfspec_patch_scope", default=None)
 
 
 @contextmanager
@@ -170,44 +233,25 @@ def patched(model: nn.Module, architecture: Architecture) -> Iterator[None]:
         architecture: Where its layers are, and which attention implementation to name.
     """
     with _LOCK:
-        patch = _PATCHES.setdefault(model, _Patch())
-        if patch.users == 0:
-            _install(patch, architecture)
-        patch.users += 1
+        scope = _Scope(model, architecture)
+    token = _SCOPE.set(scope)
     try:
+        scope.take("attention")
         yield
     finally:
-        with _LOCK:
-            patch.users -= 1
-            if patch.users == 0:
-                while patch.undo:
-                    patch.undo.pop()()
+        _SCOPE.reset(token)
+        scope.leave()
 
 
-def _install(patch: _Patch, architecture: Architecture) -> None:
-    layers = architecture.layers
-    for index, layer in enumerate(layers):
-        _replace_forward(patch, layer, _LayerDispatcher(layer, layer.forward, index, len(layers)))
-        for module, is_attention in architecture.sublayers[index]:
-            dispatcher = _SublayerDispatcher(module, module.forward, index, is_attention)
-            _replace_forward(patch, module, dispatcher)
-    for config, name in architecture.attention_names:
-        previous = config._attn_implementation_internal
-        # The property's setter would also walk into sub-configs that we have listed or left out.
-        config._attn_implementation_internal = name
-        restore = partial(setattr, config, "_attn_implementation_internal", previous)
-        patch.undo.append(restore)
-
-
-def _replace_forward(patch: _Patch, module: nn.Module, dispatcher: _Dispatcher) -> None:
-    had = "forward" in module.__dict__
-    previous = module.__dict__.get("forward")
-    module.__dict__["forward"] = dispatcher
+def _replace_forward(dispatcher: _Dispatcher) -> Callable[[], None]:
+    attributes = dispatcher.module.__dict__
+    had, previous = "forward" in attributes, attributes.get("forward")
+    attributes["forward"] = dispatcher
 
     def undo() -> None:
         if had:
-            module.__dict__["forward"] = previous
+            attributes["forward"] = previous
         else:
-            del module.__dict__["forward"]
+            del attributes["forward"]
 
-    patch.undo.append(undo)
+    return undo

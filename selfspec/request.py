@@ -82,6 +82,8 @@ class Request:
         config = self.generation_config
         if self.synced_gpus:
             return "synced_gpus is on"
+        if self.slots == 0:
+            return "the prompt is empty"
         if not self.model_kwargs.get("use_cache", True):
             return "use_cache is False"
         for name in ("output_attentions", "output_hidden_states"):

@@ -172,7 +172,7 @@ class Sampler:
 
 def _argmax(scores: Tensor) -> Tensor:
     """First maximum; torch's NaN-as-maximum keeps the index inside the vocabulary."""
-    return scores.argmax(dim=-1)
+    return scores.max(dim=-1).indices  # on a CPU several times as fast as argmax
 
 
 class _Noise:

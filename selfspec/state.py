@@ -75,7 +75,7 @@ class DecodeState:
         self.length = [self.prompt_length] * input_ids.shape[0]
         self.frozen = [False] * input_ids.shape[0]
         self.device = input_ids.device
-        self._ids = input_ids.cpu().clone()
+        self._ids = input_ids.cpu().numpy().copy()
         last = input_ids[:, -1] if self.prompt_length else input_ids.new_zeros(input_ids.shape[0])
         self.root = last.to(target.device)
 
@@ -91,14 +91,12 @@ class DecodeState:
 
     def tokens(self, b: int) -> np.ndarray:
         """Row b without its padding, int64 [T]; a view, do not keep it across steps."""
-        return self._ids[b, self.start[b] : self.length[b]].numpy()
+        return self._ids[b, self.start[b] : self.length[b]]
 
     def prefix(self, b: int, new: list[int] | None = None) -> Tensor:
         """Row b with its padding and perhaps some more tokens, int64 [T] where the prompt was."""
-        ids = self._ids[b, : self.length[b]]
-        if new:
-            ids = torch.cat([ids, torch.tensor(new)])
-        return ids.to(self.device)
+        ids = np.concatenate([self._ids[b, : self.length[b]], np.array(new or [], np.int64)])
+        return torch.from_numpy(ids).to(self.device)
 
     def generated(self, b: int) -> int:
         """Tokens that row b has gained since the prompt."""
@@ -121,10 +119,10 @@ class DecodeState:
 
     def sequences(self, length: int, pad: int = 0) -> Tensor:
         """int64 [B, length]; rows are cut, or padded with `pad`, to `length`."""
-        out = torch.full((self.batch, length), pad, dtype=torch.int64)
+        out = np.full((self.batch, length), pad, dtype=np.int64)
         for b, own in enumerate(self.length):
             out[b, : min(own, length)] = self._ids[b, : min(own, length)]
-        return out.to(self.device)
+        return torch.from_numpy(out).to(self.device)
 
     def commit(
         self,
@@ -144,19 +142,15 @@ class DecodeState:
         """
         longest = max(length + len(new) for length, new in zip(self.length, emitted, strict=True))
         if longest > self._ids.shape[1]:
-            grown = self._ids.new_zeros(self.batch, min(max(longest, 2 * longest), self.limit))
+            grown = np.zeros((self.batch, min(max(longest, 2 * longest), self.limit)), np.int64)
             grown[:, : self._ids.shape[1]] = self._ids
             self._ids = grown
         for b, new in enumerate(emitted):
-            if new:
-                end = self.length[b] + len(new)
-                self._ids[b, self.length[b] : end] = torch.tensor(new)
-                self.length[b] = end
+            end = self.length[b] + len(new)
+            self._ids[b, self.length[b] : end] = new
+            self.length[b] = end
         if acceptance is not None:
             counts = [len(new) for new in emitted]
-            # The root and all emitted tokens but the last; a stop may have cut the path short.
-            kept = torch.tensor([max(0, count - 1) for count in counts], dtype=torch.int32)
-            kept = torch.minimum(kept.to(acceptance.path.device), acceptance.num_accepted)
-            self.cache.commit(acceptance.path, kept, counts, moved)
+            self.cache.commit(acceptance.path, counts, moved)
         last = [int(self._ids[b, length - 1]) for b, length in enumerate(self.length)]
         self.root = torch.tensor(last, device=self.root.device)

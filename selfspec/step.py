@@ -56,25 +56,11 @@ def emit(
     is_prefill: bool,
 ) -> Step:
     """Read the accepted tokens (the step's one host copy) and cut every row where it stops."""
-    path = acceptance.path
-    device = path.device
-    nodes = torch.arange(tree.width, device=device) < tree.num_nodes.to(device)[:, None]
-    table = torch.cat(
-        [
-            acceptance.num_accepted[:, None],
-            acceptance.next_token[:, None],
-            tree.num_nodes.to(device)[:, None],
-            (tree.depth.to(device) * nodes).amax(1, keepdim=True),
-            path,
-            tree.tokens.to(device).gather(1, path.clamp(min=0).long()),
-        ],
-        dim=1,
-    ).tolist()
-    width = path.shape[1]
+    width = acceptance.path.shape[1]
     tokens, drafted, accepted, depths, moved = [], [], [], [], False
     scores: list[list[Tensor]] | None = [] if sampler.keep_scores else None
     logits: list[list[Tensor]] | None = [] if sampler.keep_logits else None
-    for b, (count, next_token, num_nodes, depth, *rest) in enumerate(table):
+    for b, (count, next_token, num_nodes, depth, *rest) in enumerate(_table(tree, acceptance)):
         walked, walked_tokens = rest[:width], rest[width:]
         new: list[int] = []
         if not state.frozen[b]:
@@ -101,3 +87,20 @@ def emit(
         scores=scores,
         logits=logits,
     )
+
+
+def _table(tree: TokenTree, acceptance: Acceptance) -> list[list[int]]:
+    """A row's num_accepted, next_token, nodes, draft depth, path, and tokens along the path."""
+    path, device = acceptance.path, acceptance.path.device
+    if tree.width == 1:
+        return [[0, token, 1, 0, 0, -1] for token in acceptance.next_token.tolist()]
+    nodes = torch.arange(tree.width, device=device) < tree.num_nodes.to(device)[:, None]
+    columns = [
+        acceptance.num_accepted[:, None],
+        acceptance.next_token[:, None],
+        tree.num_nodes.to(device)[:, None],
+        (tree.depth.to(device) * nodes).amax(1, keepdim=True),
+        path,
+        tree.tokens.to(device).gather(1, path.clamp(min=0).long()),
+    ]
+    return torch.cat(columns, dim=1).tolist()

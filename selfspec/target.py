@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,8 +60,14 @@ class Target:
     # ------------------------------------------------------------------ forwards
 
     def plain(self, ids: Tensor) -> Tensor:
-        """The model as it is: next-token logits [V] (float32) after `ids` [1, T]."""
-        return self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+        """The model as it is: next-token logits [V] (float32) after `ids` [1, T].
+
+        Under an empty plan, so that what its modules return is known from here on; but under its
+        own attention's name, since some models ask for that name outside the interface, too.
+        """
+        unnamed = replace(self.architecture, attention_names=[])
+        with patched(self.model, unnamed), layer_plan(LayerPlan()):
+            return self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
 
     def fill(self, ids: Tensor, cache: TreeCache) -> None:
         """Prefill `cache` with `ids` [B, T] of rows without padding."""
@@ -131,36 +138,38 @@ class Target:
         Returns:
             Logits [B, M, V], or [B, 0, V] without them.
         """
-        architecture = self.architecture
+        architecture, device = self.architecture, self.device
         cache.open(tree.width - count, count)
-        layout = TreeLayout(
-            tree.ancestors[:, -count:].to(self.device),
-            tree.depth.to(self.device),
-            torch.tensor(cache.lengths, dtype=torch.int32).to(self.device),
-            cache.width,
-        )
         context = None
         arguments: dict[str, Any] = {architecture.cache_argument: cache}
         if architecture.support == "tree":
-            positions = layout.prefix_len[:, None] + layout.depth[:, -count:] + position_shift
+            depth = tree.depth.to(device)
+            prefix_len = torch.tensor(cache.lengths, dtype=torch.int32).to(device)
+            positions = prefix_len[:, None] + depth[:, -count:] + position_shift
             arguments["position_ids"] = positions.long()
-            if architecture.attention_names:
-                context = TreeContext(layout, architecture.windows)
-                arguments["attention_mask"] = context.mask_argument()
+            if tree.width == 1 and cache.is_even:
+                # A step of plain decoding: bit for bit what `generate` would compute.
+                arguments["attention_mask"] = None
             else:
-                arguments["attention_mask"] = self._masks(layout, cache)
+                ancestors = tree.ancestors[:, -count:].to(device)
+                layout = TreeLayout(ancestors, depth, prefix_len, cache.width)
+                if architecture.attention_names:
+                    context = TreeContext(layout, architecture.windows)
+                    arguments["attention_mask"] = context.mask_argument()
+                else:
+                    arguments["attention_mask"] = self._masks(layout, cache)
         else:
             assert isinstance(cache, AlignedCache)
-            arguments["attention_mask"] = cache.mask(tree.width, self.device)
+            arguments["attention_mask"] = cache.mask(tree.width, device)
         if architecture.takes_logits_to_keep:
-            none = torch.empty(0, dtype=torch.int64, device=self.device)
+            none = torch.empty(0, dtype=torch.int64, device=device)
             arguments["logits_to_keep"] = 0 if with_logits else none
-        tokens = tree.tokens[:, -count:].to(self.device)
+        tokens = tree.tokens[:, -count:].to(device)
         with layer_plan(plan), tree_context(context):
             logits = self.model(input_ids=tokens, use_cache=True, **arguments).logits
         if context is not None:
             self.attention_calls += context.calls
-        return logits.to(self.device)
+        return logits.to(device)
 
     def _masks(self, layout: TreeLayout, cache: TreeCache) -> Tensor | dict[str, Tensor]:
         """Explicit 4-D masks, for models that do not consult the attention interface."""

@@ -111,7 +111,17 @@ class TokenTree:
     @classmethod
     def root_only(cls, root: Tensor) -> TokenTree:
         """The tree without drafts; `root` is int64 [B]."""
-        return cls.chain(root, root.new_empty(root.shape[0], 0))
+        batch = root.shape[0]
+        parents, depth, ancestors = _chain_topology(1, root.device)
+        return cls(
+            tokens=root[:, None],
+            parents=parents.expand(batch, -1),
+            depth=depth.expand(batch, -1),
+            ancestors=ancestors.expand(batch, -1, -1),
+            num_nodes=torch.ones(batch, dtype=torch.int32, device=root.device),
+            max_depth=0,
+            max_nodes=1,
+        )
 
     @classmethod
     def chain(

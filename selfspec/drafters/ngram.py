@@ -39,6 +39,7 @@ class NGramDrafter:
     """
 
     hidden_taps: Sequence[int] = ()
+    most_recent = 256  # matches of one length that are looked through for different candidates
 
     def __init__(self, min_match: int = 2, max_match: int = 8, max_candidates: int = 1) -> None:
         if not 1 <= min_match <= max_match:
@@ -87,7 +88,7 @@ class NGramDrafter:
         for length, ends in reversed(by_length):
             if length < self.min_match:
                 break
-            for at in ends[::-1]:
+            for at in ends[: -self.most_recent - 1 : -1]:
                 first = int(tokens[at])
                 if first in seen:
                     continue
