@@ -1,0 +1,213 @@
+"""Acceptance: stories for the walk, exact frequencies for the rules that draw."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+
+from selfspec import TokenTree
+from selfspec.accept import accept
+from selfspec.sampling import Sampler
+
+V = 6
+
+
+def state(batch: int = 1, frozen: tuple[int, ...] = ()) -> Any:
+    """As much of a DecodeState as acceptance reads."""
+    return SimpleNamespace(
+        batch=batch,
+        frozen=[b in frozen for b in range(batch)],
+        prompt_length=3,
+        positions=lambda: [0] * batch,
+        prefix=lambda b: torch.tensor([1, 2, 3]),
+    )
+
+
+def preferring(*choices: int) -> torch.Tensor:
+    """Logits [1, N, V] whose maxima are `choices`."""
+    return torch.nn.functional.one_hot(torch.tensor([choices]), V).float() * 5
+
+
+class PrefixDependent:
+    """Makes the sampler walk; changes nothing."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+GREEDY = [
+    Sampler(LogitsProcessorList(), False),
+    Sampler(LogitsProcessorList([PrefixDependent()]), False),
+]
+
+
+@pytest.mark.parametrize("sampler", GREEDY, ids=["at once", "walk"])
+@pytest.mark.parametrize(
+    ("parents", "tokens", "choices", "path", "next_token"),
+    [
+        ([-1, 0, 1], [5, 1, 2], (1, 2, 3), [0, 1, 2], 3),  # all accepted, bonus
+        ([-1, 0, 1], [5, 1, 2], (1, 4, 3), [0, 1, -1], 4),  # second rejected, recovered
+        ([-1, 0, 1], [5, 1, 2], (0, 2, 3), [0, -1, -1], 0),  # accepts after a reject do not count
+        ([-1], [5], (2,), [0], 2),  # nothing drafted
+        ([-1, 0, 0, 2], [5, 1, 2, 3], (2, 0, 3, 4), [0, 2, 3], 4),  # second branch
+        ([-1, 0, 0, 1], [5, 1, 2, 3], (2, 3, 0, 4), [0, 2, -1], 0),  # not the other branch's child
+    ],
+)
+def test_greedy_stories(
+    sampler: Sampler,
+    parents: list[int],
+    tokens: list[int],
+    choices: tuple[int, ...],
+    path: list[int],
+    next_token: int,
+) -> None:
+    tree = TokenTree.from_topology(torch.tensor([tokens]), parents)
+    out = accept(tree, preferring(*choices), sampler, state())
+    assert out.path.tolist() == [path]
+    assert out.num_accepted.tolist() == [sum(n > 0 for n in path)]
+    assert out.next_token.tolist() == [next_token]
+
+
+@pytest.mark.parametrize("sampler", GREEDY, ids=["at once", "walk"])
+def test_ties_take_the_first_and_nan_stays_in_the_vocabulary(sampler: Sampler) -> None:
+    tree = TokenTree.root_only(torch.tensor([5]))
+    assert accept(tree, torch.ones(1, 1, V), sampler, state()).next_token.tolist() == [0]
+    nan = torch.full((1, 1, V), float("nan"))
+    assert 0 <= int(accept(tree, nan, sampler, state()).next_token) < V
+
+
+def test_disagreeing_shapes() -> None:
+    tree = TokenTree.chain(5, [1])
+    with pytest.raises(ValueError, match=r"logits are \(1, 3, 6\)"):
+        accept(tree, preferring(1, 2, 3), GREEDY[0], state())
+
+
+def test_inputs_are_left_alone() -> None:
+    tree = TokenTree.chain(5, [1, 2])
+    logits = torch.randn(1, 3, V)
+    before = logits.clone()
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(2)])
+    for sampler in (*GREEDY, Sampler(processors, True)):
+        accept(tree, logits, sampler, state())
+        assert torch.equal(logits, before)
+
+
+# --------------------------------------------------------------- rules that draw
+
+RUNS = 6000
+P = torch.tensor([[0.5, 0.2, 0.1, 0.1, 0.1, 0.0], [0.1, 0.6, 0.3, 0.0, 0.0, 0.0]])
+Q = torch.tensor([[0.1, 0.5, 0.2, 0.0, 0.1, 0.1], [0.3, 0.1, 0.4, 0.2, 0.0, 0.0]])
+
+
+def sampled_chains(q: torch.Tensor, generator: torch.Generator) -> TokenTree:
+    """RUNS chains of two tokens, drawn from `q` [2, V] (the second whatever the first was)."""
+    tokens = torch.stack(
+        [torch.multinomial(row, RUNS, replacement=True, generator=generator) for row in q], 1
+    )
+    log_q = torch.cat([q, torch.full((1, V), 1 / V)]).log()
+    root = torch.full((RUNS,), 5)
+    return TokenTree.chain(root, tokens, log_q=log_q.expand(RUNS, 3, V))
+
+
+def target_logits() -> torch.Tensor:
+    return torch.cat([P, P[:1]]).log().expand(RUNS, 3, V)
+
+
+def first_two(tree: TokenTree, out: Any) -> torch.Tensor:
+    """Joint counts of the first two emitted tokens; unknown second ones are drawn from P."""
+    accepted = out.num_accepted
+    first = torch.where(accepted > 0, tree.tokens[:, 1], out.next_token)
+    plain = torch.multinomial(P[1], RUNS, replacement=True)
+    second = torch.where(
+        accepted == 0, plain, torch.where(accepted == 1, out.next_token, tree.tokens[:, 2])
+    )
+    return torch.bincount(first * V + second, minlength=V * V).view(V, V).float()
+
+
+def distance(counts: torch.Tensor) -> float:
+    return float((counts / RUNS - P[0][:, None] * P[1]).abs().sum() / 2)
+
+
+NOISE = 0.045  # total variation of 36 cells over 6,000 draws stays below this (mean 0.021)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_rejection_sampling_has_the_target_law(seed: int) -> None:
+    torch.manual_seed(seed)
+    tree = sampled_chains(Q, torch.Generator().manual_seed(seed))
+    out = accept(tree, target_logits(), Sampler(LogitsProcessorList(), True), state(RUNS))
+    assert distance(first_two(tree, out)) < NOISE
+    rate = float((out.num_accepted > 0).float().mean())
+    assert abs(rate - float(torch.minimum(P[0], Q[0]).sum())) < 0.02
+
+
+def test_the_check_can_fail() -> None:
+    """A drafter that misreports q must be caught."""
+    torch.manual_seed(0)
+    tree = sampled_chains(Q, torch.Generator().manual_seed(0))
+    wrong = torch.full_like(tree.log_q, 1 / V).log()
+    lying = TokenTree.chain(tree.tokens[:, 0], tree.tokens[:, 1:], log_q=wrong)
+    out = accept(lying, target_logits(), Sampler(LogitsProcessorList(), True), state(RUNS))
+    assert distance(first_two(tree, out)) > 2 * NOISE
+
+
+@pytest.mark.parametrize("kind", ["p equals q", "disjoint", "tiny q"])
+def test_edges_of_rejection_sampling(kind: str) -> None:
+    torch.manual_seed(0)
+    q = {
+        "p equals q": P,
+        "disjoint": torch.tensor([[0.0, 0, 0, 0, 0, 1.0], [0, 0, 0, 1.0, 0, 0]]),
+        "tiny q": torch.tensor([[1e-9, 0.5, 0.5, 0, 0, 0], [1e-9, 0.5, 0.5, 0, 0, 0]]),
+    }[kind]
+    tree = sampled_chains(q, torch.Generator().manual_seed(0))
+    out = accept(tree, target_logits(), Sampler(LogitsProcessorList(), True), state(RUNS))
+    assert distance(first_two(tree, out)) < NOISE
+    if kind == "p equals q":
+        assert out.num_accepted.eq(2).all()
+    if kind == "disjoint":
+        assert out.num_accepted.eq(0).all()
+
+
+def test_a_coin_of_zero_does_not_pass_what_has_no_probability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *shape, **kw: torch.zeros(*shape))
+    log_q = torch.full((1, 2, V), 1 / V).log()
+    tree = TokenTree.chain(torch.tensor([5]), torch.tensor([[5]]), log_q=log_q)  # P[5] is 0
+    out = accept(tree, P[None, :2].log(), Sampler(LogitsProcessorList(), True), state())
+    assert out.num_accepted.tolist() == [0]
+
+
+def test_sampled_trees_with_branches_are_refused() -> None:
+    tree = TokenTree.from_topology(
+        torch.tensor([[5, 1, 2]]), [-1, 0, 0], log_q=torch.zeros(1, 3, V)
+    )
+    with pytest.raises(ValueError, match="sampled drafts must be chains"):
+        accept(tree, preferring(1, 2, 3), Sampler(LogitsProcessorList(), True), state())
+
+
+def test_greedy_ignores_how_a_draft_was_drawn() -> None:
+    tree = TokenTree.chain(torch.tensor([5]), torch.tensor([[1]]), log_q=torch.zeros(1, 2, V))
+    out = accept(tree, preferring(1, 2), GREEDY[0], state())
+    assert out.num_accepted.tolist() == [1]
+
+
+def test_deterministic_trees_under_sampling_have_the_target_law() -> None:
+    """Siblings that cover the support, some or none of it: the first token follows P."""
+    for siblings in ([0], [0, 1], [0, 1, 2, 3, 4, 5], [5]):
+        torch.manual_seed(0)
+        root = torch.full((RUNS,), 5)
+        tree = TokenTree.from_paths(root, [[[s] for s in siblings]] * RUNS)
+        logits = P[:1].log().expand(RUNS, len(siblings) + 1, V)
+        out = accept(tree, logits, Sampler(LogitsProcessorList(), True), state(RUNS))
+        first = torch.where(
+            out.num_accepted > 0,
+            tree.tokens.gather(1, out.path[:, 1:2].clamp(min=0).long())[:, 0],
+            out.next_token,
+        )
+        law = torch.bincount(first, minlength=V) / RUNS
+        assert float((law - P[0]).abs().sum() / 2) < 0.03

@@ -1,0 +1,100 @@
+"""The architecture of the repository, read off its files."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import selfspec
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "selfspec").rglob("*.py"))
+
+# Who may import whom inside selfspec (CONTRIBUTING.md, "Layers"); lower imports from lower only.
+LAYERS = [
+    {"config", "clock", "tree", "patch", "attention", "cache"},
+    {"state"},
+    {"architectures"},
+    {"target"},
+    {"sampling", "stopping"},
+    {"accept", "step"},
+    {"metrics", "controller", "record", "stream", "request", "drafters"},
+    {"loop"},
+    {"model"},
+    {"__init__"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of selfspec that `path` imports at run time (annotations do not count)."""
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("selfspec."):
+            found.add(str(node.module).split(".")[1])
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found
+
+
+def rank(path: Path) -> int:
+    relative = path.relative_to(ROOT / "selfspec")
+    return RANK[relative.parts[0].removesuffix(".py")]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_layers(path: Path) -> None:
+    own = path.relative_to(ROOT / "selfspec").parts[0].removesuffix(".py")
+    for name in imports(path) - {own}:
+        assert RANK[name] <= rank(path), f"{own} imports {name}"
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {p.relative_to(ROOT / "selfspec").parts[0].removesuffix(".py") for p in MODULES} == set(
+        RANK
+    )
+
+
+def test_sizes() -> None:
+    assert len((ROOT / "selfspec/loop.py").read_text().splitlines()) <= 100
+    for path in [*MODULES, *(ROOT / "kernels").rglob("*.py")]:
+        assert len(path.read_text().splitlines()) <= 400, path
+
+
+def test_kernels_is_a_source_root() -> None:
+    assert not (ROOT / "kernels/__init__.py").exists()
+    assert not (ROOT / "tests/kernels").exists()
+
+
+def test_public_names_are_the_documented_ones() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in selfspec.__all__:
+        assert hasattr(selfspec, name)
+        assert re.search(rf"\b{name}\b", readme), f"README.md does not name selfspec.{name}"
+
+
+def test_importing_changes_nothing_in_transformers() -> None:
+    """Registering attention happens when a model is wrapped, not at import."""
+    code = (
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as f\n"
+        "before = set(f)\nimport sys\nhad = 'triton' in sys.modules\nimport selfspec\n"
+        "assert set(f) == before\nassert had == ('triton' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
