@@ -1,0 +1,221 @@
+"""Measure what n-gram drafts with the off switch gain, and what they cost where they cannot.
+
+    python examples/benchmark_spine.py --output tests/benchmarks/results/cpu/spine.json
+
+Plain `generate`, `selfspec`, `selfspec` without drafts and transformers' prompt lookup run in one
+process on the same prompts, interleaved, after a warm-up; every figure is a median of ratios
+against the plain run of the same round. Greedy, end of sequence disabled, so that all methods make
+the same number of tokens. In float32 the texts must be identical.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import benchmark_prompts
+import demo_model
+import selfspec
+
+METHODS = ("plain", "selfspec", "no-drafts", "prompt-lookup")
+
+
+def encode(tokenizer: Any) -> list[tuple[str, str, Any]]:
+    """(kind, name, model inputs) of every prompt."""
+
+    def chat(message: str, start: str = "") -> Any:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
+        )
+        return tokenizer(text + start, return_tensors="pt", add_special_tokens=False)
+
+    copies = [("copy", name, chat(m, start)) for name, m, start in benchmark_prompts.COPY]
+    chats = [("chat", name, chat(m)) for name, m in benchmark_prompts.CHAT]
+    return copies + chats
+
+
+def methods(model: Any) -> dict[str, Callable[..., torch.Tensor]]:
+    """Fresh wrappers; "selfspec" is `wrap(model)` as a user would call it."""
+    spec, bare = selfspec.wrap(model), selfspec.wrap(model, drafter="none")
+    return {
+        "plain": model.generate,
+        "selfspec": spec.generate,
+        "no-drafts": bare.generate,
+        "prompt-lookup": lambda **kw: model.generate(**kw, prompt_lookup_num_tokens=8),
+    }
+
+
+def measure(model: Any, prompts: list[tuple[str, str, Any]], args: Any) -> list[dict[str, Any]]:
+    """Seconds of every method and round, and whether the texts agree."""
+    options = {"max_new_tokens": args.tokens, "do_sample": False}
+    runs = methods(model)
+    for run in runs.values():  # warm up on a prompt of each kind
+        for index in (0, -1):
+            run(**prompts[index][2], max_new_tokens=16, do_sample=False)
+    rows = []
+    for kind, name, inputs in prompts:
+        rounds = args.rounds if kind == "copy" else args.chat_rounds
+        seconds: dict[str, list[float]] = {method: [] for method in METHODS}
+        texts = {}
+        for _ in range(rounds):
+            for method in METHODS:
+                start = time.perf_counter()
+                out = runs[method](**inputs, **options)
+                seconds[method].append(time.perf_counter() - start)
+                texts[method] = out[0].tolist()
+        spec = selfspec.wrap(model)
+        spec.generate(**inputs, **options)
+        row = {
+            "kind": kind,
+            "name": name,
+            "prompt_tokens": inputs["input_ids"].shape[1],
+            "seconds": seconds,
+            "speedup": {
+                m: median(p / s for p, s in zip(seconds["plain"], seconds[m], strict=True))
+                for m in METHODS[1:]
+            },
+            "identical": {m: texts[m] == texts["plain"] for m in METHODS[1:]},
+            "mean_accepted_length": spec.stats.mean_accepted_length,
+            "forwards": spec.stats.forwards,
+        }
+        rows.append(row)
+        speedups = "  ".join(f"{m} {row['speedup'][m]:.2f}x" for m in METHODS[1:])
+        print(
+            f"{kind:5} {name:15} plain {args.tokens / median(seconds['plain']):5.1f} tok/s  "
+            f"{speedups}  identical {all(row['identical'].values())}",
+            flush=True,
+        )
+    return rows
+
+
+def identity(prompts: list[tuple[str, str, Any]], args: Any) -> dict[str, bool]:
+    """Whether float32 texts of `selfspec` are those of plain `generate`."""
+    model, _ = demo_model.load(args.model, dtype=torch.float32)
+    no_end_of_sequence(model)
+    spec = selfspec.wrap(model)
+    options = {"max_new_tokens": args.tokens, "do_sample": False}
+    return {
+        name: spec.generate(**inputs, **options).tolist()
+        == model.generate(**inputs, **options).tolist()
+        for _, name, inputs in prompts
+    }
+
+
+def import_seconds(repeats: int = 7) -> float:
+    """Median seconds that importing selfspec takes beyond torch and transformers."""
+    code = (
+        "import time, torch, transformers\n"
+        "from transformers import PreTrainedModel, GenerationMixin\n"
+        "start = time.perf_counter()\nimport selfspec\nprint(time.perf_counter() - start)"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(repeats)
+    ]
+    return median(float(run.stdout) for run in runs)
+
+
+def no_end_of_sequence(model: Any) -> None:
+    """Let every run make the same number of tokens."""
+    model.generation_config.eos_token_id = None
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    cpu = (
+        next(
+            (
+                line.split(":", 1)[1].strip()
+                for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")
+            ),
+            platform.processor(),
+        )
+        if Path("/proc/cpuinfo").exists()
+        else platform.processor()
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    ).stdout.strip()
+    return {
+        "cpu": cpu,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "commit": commit,
+        "selfspec": selfspec.__version__,
+        **{name: version(name) for name in ("torch", "transformers")},
+    }
+
+
+def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The figures that the project's bars are about."""
+    copy = [row for row in rows if row["kind"] == "copy"]
+    chat = [row for row in rows if row["kind"] == "chat"]
+    summary = {}
+    if copy:
+        summary["copy: least speedup over plain"] = min(r["speedup"]["selfspec"] for r in copy)
+        summary["copy: least speedup over prompt lookup"] = min(
+            r["speedup"]["selfspec"] / r["speedup"]["prompt-lookup"] for r in copy
+        )
+    if chat:
+        summary["chat: median speedup over plain"] = median(r["speedup"]["selfspec"] for r in chat)
+        summary["chat: least speedup over plain"] = min(r["speedup"]["selfspec"] for r in chat)
+    summary["time of the loop without drafts over plain"] = median(
+        1 / r["speedup"]["no-drafts"] for r in rows
+    )
+    return summary
+
+
+def main() -> None:
+    """Run, print, and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="folder or hub id; default: the demo model")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--chat-rounds", type=int, default=3, help="there are ten such prompts")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", choices=["copy", "chat"])
+    parser.add_argument("--skip-identity", action="store_true", help="leave the float32 run out")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, tokenizer = demo_model.load(args.model, dtype=getattr(torch, args.dtype))
+    no_end_of_sequence(model)
+    prompts = [p for p in encode(tokenizer) if args.only in (None, p[0])]
+    rows = measure(model, prompts, args)
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "dtype": args.dtype,
+        "tokens": args.tokens,
+        "rounds": {"copy": args.rounds, "chat": args.chat_rounds},
+        "summary": summarize(rows),
+        "prompts": rows,
+    }
+    del model
+    if not args.skip_identity:
+        result["identical in float32"] = identity(prompts, args)
+    result["summary"]["import seconds beyond torch and transformers"] = import_seconds()
+    for name, value in result["summary"].items():
+        print(f"{name}: {value:.3f}")
+    if "identical in float32" in result:
+        agree = result["identical in float32"]
+        print(f"identical in float32: {sum(agree.values())} of {len(agree)} prompts")
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
