@@ -453,7 +453,7 @@ def test_other_modes_are_transformers_own(model: Any) -> None:
 
 
 def raised(call: Any) -> str:
-    with pytest.raises((ValueError, RuntimeError, TypeError, IndexError)) as info:  # noqa: PT011
+    with pytest.raises((ValueError, RuntimeError, TypeError, IndexError)) as info:
         call()
     return f"{type(info.value).__name__}: {info.value}"
 
