@@ -46,10 +46,11 @@ test-interpret: $(VENV)/.dev ## the kernels in Triton's interpreter
 test-aot: $(VENV)/.dev ## the kernels compiled ahead of time for every architecture
 	$(PYTEST) -m aot tests/ops
 
-test-floor: $(VENV)/floor/.installed ## the model families against the oldest transformers
+test-floor: $(VENV)/floor/.installed ## families and generate against the oldest transformers
 	PYTHONPATH="$(CURDIR)/$(VENV)/floor" $(BIN)/python -c \
 		"import transformers as t; assert t.__version__ == '$(FLOOR)', t; print(t.__version__)"
-	PYTHONPATH="$(CURDIR)/$(VENV)/floor" $(PYTEST) -n $(WORKERS) tests/families
+	PYTHONPATH="$(CURDIR)/$(VENV)/floor" $(PYTEST) -n $(WORKERS) tests/families \
+		tests/test_generate.py
 
 bench: $(VENV)/.dev ## measure, one process, no other load please
 	$(BIN)/python -m pytest -m bench tests/benchmarks $(ARGS)

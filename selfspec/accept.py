@@ -177,6 +177,7 @@ class _Rejection:
         tokens: list[list[int]],
         counts: list[int],
     ) -> list[int]:
+        sampler.draw_otherwise()
         batch = len(node)
         rows = torch.arange(batch, device=scores.device)
         p = scores.softmax(-1)

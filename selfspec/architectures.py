@@ -50,6 +50,7 @@ class Architecture:
         rope_limit: Position at which rotary frequencies change for a whole call ("longrope",
             "dynamic"), or None.
         rope_dynamic: True if frequencies keep changing after `rope_limit`.
+        max_positions: Positions the model was made for.
         support: "tree", "chain" or "none".
         reason: Why not more.
     """
@@ -64,7 +65,7 @@ class Architecture:
     mask_dtype: torch.dtype
     rope_limit: int | None
     rope_dynamic: bool
-    vocab_size: int
+    max_positions: int
     support: Support = "none"
     reason: str = ""
 
@@ -99,7 +100,7 @@ def describe(model: PreTrainedModel) -> Architecture:
         mask_dtype=torch.bool,
         rope_limit=None,
         rope_dynamic=False,
-        vocab_size=config.vocab_size,
+        max_positions=getattr(config, "max_position_embeddings", None) or 1 << 30,
     )
     reason = _ruled_out(model, config, layers, description.cache_argument in parameters)
     if reason:
@@ -170,8 +171,7 @@ _PROMPT, _TREE, _PARENTS = (3, 11, 7, 19, 5), (2, 13, 6, 17, 9), (-1, 0, 0, 2, 2
 
 
 def _ids(tokens: tuple[int, ...] | list[int], target: Target) -> Tensor:
-    vocab = target.architecture.vocab_size
-    return torch.tensor([[t % vocab for t in tokens]], device=target.device)
+    return torch.tensor([[t % target.vocab_size for t in tokens]], device=target.device)
 
 
 def _tree_fault(target: Target, candidate: Architecture) -> str:
@@ -187,7 +187,8 @@ def _tree_fault(target: Target, candidate: Architecture) -> str:
         right = _verify(target, tree)[[1, 3, 4]]
         if candidate.attention_names and target.attention_calls - calls < candidate.num_layers:
             return "attention layers do not consult the attention interface"
-        shifted = _verify(target, tree, shift=37)[[1, 3, 4]]
+        shift = max(1, min(37, candidate.max_positions - len(_PROMPT) - len(_TREE)))
+        shifted = _verify(target, tree, shift)[[1, 3, 4]]
         chain = TokenTree.chain(root, tokens[:, 1:])
         unmasked = _verify(target, chain)[[1, 3, 4]]
     error = (right - truth).abs().amax()

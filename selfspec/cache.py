@@ -236,7 +236,7 @@ class AlignedCache(TreeCache):
 
     Rows are aligned at their right end, so that a chain continues every row at the same slots and a
     2-D attention mask says where a row starts. After a step in which rows accepted different counts
-    the shorter ones move right; that copies no more than `DynamicCache` copies at every token.
+    they are aligned anew; that copies no more than `DynamicCache` copies at every token.
     """
 
     def settle(self, pads: list[int]) -> None:
@@ -264,17 +264,17 @@ class AlignedCache(TreeCache):
         return (slots >= starts[:, None]).long()
 
     def commit(self, path: Tensor, counts: list[int], moved: bool) -> None:
-        """Keep the accepted prefix of every chain and realign the rows."""
-        most = max(counts)
-        for layer in self.filled_layers:
-            for buffer in (layer.keys, layer.values):
-                for b, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
-                    if count < most:
-                        start, end = self.end - length, self.end + count
-                        shift = most - count
-                        buffer[b, :, start + shift : end + shift] = buffer[b, :, start:end].clone()
-        self.end += most
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        """Keep the accepted prefix of every chain and realign the rows at the longest one's end."""
+        lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        end = max(lengths)
+        for b, count in enumerate(counts):
+            old = slice(self.end + count - lengths[b], self.end + count)
+            new = slice(end - lengths[b], end)
+            if old != new:
+                for layer in self.filled_layers:
+                    for buffer in (layer.keys, layer.values):
+                        buffer[b, :, new] = buffer[b, :, old].clone()
+        self.end, self.lengths = end, lengths
 
     def row(self, layer: TreeLayer, b: int) -> tuple[Tensor, Tensor]:
         """Committed keys and values of one row, each [K, length, D]."""

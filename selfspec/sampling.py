@@ -94,6 +94,7 @@ class Sampler:
         self.keep_logits = keep_logits
         self.prefix_free = all(type(p) in _PREFIX_FREE for p in processors)
         self._noise: _Noise | None = None
+        self._other_draws = False
 
     def scores(self, logits: Tensor) -> Tensor:
         """Processed float32 scores for rows of any prefix; `prefix_free` samplers only.
@@ -164,9 +165,13 @@ class Sampler:
         if self._noise is not None:
             self._noise.forget(min(state.positions()))
 
+    def draw_otherwise(self) -> None:
+        """Note that a rule draws from the generator in its own way: it cannot be put back."""
+        self._other_draws = True
+
     def finish(self, generated: int) -> None:
         """Leave the generator where plain `generate` would after `generated` tokens."""
-        if self._noise is not None:
+        if self._noise is not None and not self._other_draws:
             self._noise.rewind(generated)
 
 

@@ -35,13 +35,18 @@ class Target:
         self.model = model
         self.attention_calls = 0
         self.architecture = describe(model)
-        with torch.no_grad():
+        with torch.no_grad(), _evaluating(model):
             self.architecture = measure(self)
 
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
         return self.model.get_input_embeddings().weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that can be embedded; read anew, since embeddings may be resized after wrapping."""
+        return self.model.get_input_embeddings().weight.shape[0]
 
     @contextmanager
     def using(self, architecture: Architecture) -> Iterator[None]:
@@ -186,3 +191,16 @@ class Target:
                 for kind, mask in masks.items()
             }
         return next(iter(masks.values())) if len(masks) == 1 else masks
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Probe without dropout, and leave every module's training flag as it was."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True

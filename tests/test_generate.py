@@ -445,11 +445,9 @@ def test_other_modes_are_transformers_own(model: Any) -> None:
     for kwargs in ({"num_beams": 3}, {"num_beams": 2, "do_sample": False, "length_penalty": 0.5}):
         plain = model.generate(**prompt, max_new_tokens=NEW, **kwargs)
         assert spec.generate(**prompt, max_new_tokens=NEW, **kwargs).tolist() == plain.tolist()
-    plain = model.generate(**prompt, max_new_tokens=NEW, prompt_lookup_num_tokens=3)
-    assert (
-        spec.generate(**prompt, max_new_tokens=NEW, prompt_lookup_num_tokens=3).tolist()
-        == plain.tolist()
-    )
+    lookup = {"prompt_lookup_num_tokens": 3, "eos_token_id": 63}
+    plain = model.generate(**prompt, max_new_tokens=NEW, **lookup)
+    assert spec.generate(**prompt, max_new_tokens=NEW, **lookup).tolist() == plain.tolist()
 
 
 def raised(call: Any) -> str:

@@ -15,20 +15,15 @@ import selfspec
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "selfspec").rglob("*.py"))
 
-# Who may import whom inside selfspec (CONTRIBUTING.md, "Layers"); lower imports from lower only.
-LAYERS = [
-    {"config", "clock", "tree", "patch", "attention", "cache"},
-    {"state"},
-    {"architectures"},
-    {"target"},
-    {"sampling", "stopping"},
-    {"accept", "step"},
-    {"metrics", "controller", "record", "stream", "request", "drafters"},
-    {"loop"},
-    {"model"},
-    {"__init__"},
-]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+def layers() -> list[set[str]]:
+    """Rows of the table in CONTRIBUTING.md: who may import whom, lower rows from higher ones."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text[text.index("| row | modules |") :].split("\n\n")[0].splitlines()[2:]
+    return [set(re.findall(r"`(\w+)`", row)) for row in table]
+
+
+RANK = {name: rank for rank, names in enumerate([*layers(), {"__init__"}]) for name in names}
 
 
 def imports(path: Path) -> set[str]:

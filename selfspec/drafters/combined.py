@@ -32,6 +32,11 @@ class CombinedDrafter:
         """Everything that any of them wants."""
         return sorted({layer for drafter in self.drafters for layer in drafter.hidden_taps})
 
+    @property
+    def makes_valid_trees(self) -> bool:
+        """Whether all of them do."""
+        return all(getattr(d, "makes_valid_trees", False) for d in self.drafters)
+
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """One tree with the drafts of all, cut to the budget."""
         return TokenTree.merge([d.draft(state, budget) for d in self.drafters], budget)

@@ -38,6 +38,7 @@ class EarlyExitDrafter:
     """
 
     hidden_taps: Sequence[int] = ()
+    makes_valid_trees = True
 
     def __init__(
         self, exit_layer: int | None = None, max_draft_tokens: int = 4, confidence: float = 0.4

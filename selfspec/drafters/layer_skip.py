@@ -62,6 +62,7 @@ class LayerSkipDrafter:
     """
 
     hidden_taps: Sequence[int] = ()
+    makes_valid_trees = True
 
     def __init__(
         self,

@@ -39,6 +39,7 @@ class NGramDrafter:
     """
 
     hidden_taps: Sequence[int] = ()
+    makes_valid_trees = True
     most_recent = 256  # matches of one length that are looked through for different candidates
 
     def __init__(self, min_match: int = 2, max_match: int = 8, max_candidates: int = 1) -> None:
