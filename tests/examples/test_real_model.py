@@ -1,0 +1,38 @@
+"""The demo model itself, in float32: real text, token-identical, with accepted drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import benchmark_prompts
+import demo_model
+import pytest
+import torch
+
+import selfspec
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Any:
+    return demo_model.load(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", selfspec.EarlyExitDrafter(27, 2), "auto"])
+def test_identical_on_real_text(loaded: Any, drafter: Any) -> None:
+    model, tokenizer = loaded
+    _, message, start = benchmark_prompts.COPY[1]
+    prompts = [(message, start), (benchmark_prompts.CHAT[0][1], "")]
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
+        )
+        + start
+        for message, start in prompts
+    ]
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    plain = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    spec = selfspec.wrap(model, drafter=drafter)
+    assert spec.generate(**inputs, max_new_tokens=24, do_sample=False).equal(plain)
+    if drafter != "auto":  # it measures, and may decide otherwise on a busy machine
+        assert spec.stats.accepted > 0

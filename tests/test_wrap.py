@@ -1,0 +1,214 @@
+"""wrap(): what it takes, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import selfspec
+from tests.families import tiny
+from tests.oracle import OracleDrafter, RandomTreeDrafter
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.build("llama")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: selfspec.wrap(m, drafter="n-gram"), ValueError, "drafter='n-gram' is unknown"),
+        (lambda m: selfspec.wrap(m, drafter=selfspec.NGramDrafter), TypeError, "pass an instance"),
+        (lambda m: selfspec.wrap(m, drafter=object()), TypeError, "without hidden_taps, draft"),
+        (lambda m: selfspec.wrap(m, drafter=[]), ValueError, "has no drafter"),
+        (lambda m: selfspec.wrap(m, drafter=None), TypeError, "drafter is a NoneType"),
+        (lambda m: selfspec.wrap(m, max_draft=3), ValueError, "unknown option max_draft"),
+        (lambda m: selfspec.wrap(m, max_draft_tokens=0), ValueError, "max_draft_tokens=0"),
+        (lambda m: selfspec.wrap(m, off_switch="yes"), ValueError, "off_switch='yes'"),
+        (lambda m: selfspec.wrap(m.model), TypeError, "LlamaModel"),
+        (lambda m: selfspec.wrap("llama"), TypeError, "model is a str"),
+        (lambda m: selfspec.wrap(selfspec.wrap(m)), TypeError, "wrapped already"),
+        (
+            lambda m: selfspec.wrap(m, drafter=selfspec.EarlyExitDrafter(5)),
+            ValueError,
+            "exit_layer=5 is out of range: the model has 4 layers, choose 1..4",
+        ),
+        (
+            lambda m: selfspec.wrap(m, drafter=[selfspec.LayerSkipDrafter([4])]),
+            ValueError,
+            r"skip_set.attention has layer 4: the model has layers 0..3",
+        ),
+        (lambda m: selfspec.EarlyExitDrafter(0), ValueError, "exit_layer=0 must be at least 1"),
+        (lambda m: selfspec.EarlyExitDrafter(1, 0), ValueError, "max_draft_tokens=0"),
+        (lambda m: selfspec.LayerSkipDrafter([1], 2, 1.5), ValueError, "confidence=1.5"),
+    ],
+)
+def test_refusals(
+    model: Any, call: Callable[[Any], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call(model)
+
+
+class Malformed:
+    """Drafts a token that does not exist."""
+
+    hidden_taps = ()
+
+    def draft(self, state: Any, budget: int) -> selfspec.TokenTree:
+        return selfspec.TokenTree.chain(state.root, torch.full((state.batch, 1), 64))
+
+    def observe(self, *args: Any) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+def test_a_malformed_draft_is_refused_by_name(model: Any) -> None:
+    spec = selfspec.wrap(model, drafter=Malformed())
+    with pytest.raises(ValueError, match="token 64 of node 1, row 0, is outside the vocabulary"):
+        spec.generate(**tiny.prompts(1), max_new_tokens=8)
+    plain = model.generate(**tiny.prompts(1), max_new_tokens=8)
+    assert selfspec.wrap(model).generate(**tiny.prompts(1), max_new_tokens=8).equal(plain)
+
+
+def test_repr_and_log_line_say_what_runs(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="selfspec"):
+        spec = selfspec.wrap(model)
+        selfspec.wrap(tiny.build("bloom"), drafter=[selfspec.NGramDrafter()])
+    assert caplog.messages[0] == repr(spec)
+    assert "drafts: ngram" in repr(spec)
+    assert "off switch on" in repr(spec)
+    assert "token trees" in repr(spec)
+    assert "chains only (its forward takes no position_ids" in caplog.messages[1]
+
+
+def test_properties_are_the_models(model: Any) -> None:
+    spec = selfspec.wrap(model)
+    assert spec.config is model.config
+    assert spec.generation_config is model.generation_config
+    assert (spec.device, spec.dtype) == (model.device, model.dtype)
+    assert not hasattr(spec, "no_such_thing")
+
+
+def test_copies_follow_their_own_weights(model: Any) -> None:
+    prompt = tiny.prompts(1)
+    spec = selfspec.wrap(model, drafter="ngram")
+    plain = spec.generate(**prompt, max_new_tokens=12)
+    for other in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+        assert other.model is not model
+        assert other.generate(**prompt, max_new_tokens=12).equal(plain)
+        with torch.no_grad():
+            other.model.lm_head.weight.mul_(-1)
+        changed = other.generate(**prompt, max_new_tokens=12)
+        assert changed.equal(other.model.generate(**prompt, max_new_tokens=12))
+        assert not changed.equal(plain)
+    assert spec.generate(**prompt, max_new_tokens=12).equal(plain)
+
+
+def test_resized_embeddings_are_followed() -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(min_match=1))
+    model.resize_token_embeddings(72)
+    prompt = {"input_ids": torch.tensor([[70, 71, 3, 70, 71, 3, 70]])}
+    plain = model.generate(**prompt, max_new_tokens=20)
+    assert spec.generate(**prompt, max_new_tokens=20).equal(plain)
+
+
+def test_wrapping_a_model_in_training_mode_leaves_the_mode() -> None:
+    model = copy.deepcopy(tiny.build("gpt2")).train()
+    flags = [m.training for m in model.modules()]
+    selfspec.wrap(model)
+    assert [m.training for m in model.modules()] == flags
+
+
+def test_pipeline(model: Any) -> None:
+    """Pipelines take anything that looks like a model to generate with."""
+    spec = selfspec.wrap(model)
+    assert spec.can_generate()
+
+
+def test_deleting_the_wrapper_and_the_model_frees_them() -> None:
+    model: PreTrainedModel | None = copy.deepcopy(tiny.build("llama"))
+    spec: Any = selfspec.wrap(model, drafter="early-exit")
+    spec.generate(**tiny.prompts(2), max_new_tokens=8)
+    dead = weakref.ref(model)
+    del spec, model
+    gc.collect()
+    assert dead() is None
+
+
+# ------------------------------------------------------------------------ stats
+
+
+def test_stats_add_up(model: Any) -> None:
+    prompt = tiny.prompts(3)
+    plain = model.generate(**prompt, max_new_tokens=30)
+    spec = selfspec.wrap(model, drafter=OracleDrafter(plain, 5, wrong_at=(0, 3, 1)))
+    assert "no speculative generate yet" in str(spec.stats)
+    spec.generate(**prompt, max_new_tokens=30)
+    stats = spec.stats
+    assert stats.emitted == 90
+    assert stats.emitted_by_verifies + stats.plain_tokens + 3 == 90  # the prefill gives one a row
+    assert stats.emitted_by_verifies == stats.accepted + stats.verifies
+    assert stats.accepted == sum(stats.accepted_by_depth.values())
+    assert stats.accepted_by == {"OracleDrafter": stats.accepted}
+    assert stats.mean_accepted_length == pytest.approx(1 + stats.accepted / stats.verifies)
+    assert set(stats.seconds) == {"prefill", "draft", "verify", "accept", "commit"}
+    both = stats + stats
+    assert both.emitted == 180
+    assert both.to_dict()["seconds"]["verify"] == pytest.approx(2 * stats.seconds["verify"])
+    assert "tau" in str(stats)
+    stats.reset()
+    assert stats.to_dict() == selfspec.SpecStats().to_dict()
+
+
+def test_accepts_after_the_first_reject_do_not_count(model: Any) -> None:
+    prompt = tiny.prompts(1)
+    plain = model.generate(**prompt, max_new_tokens=20)
+    spec = selfspec.wrap(model, drafter=OracleDrafter(plain, 3, wrong_at=(2,)))
+    spec.generate(**prompt, max_new_tokens=20)
+    assert spec.stats.acceptance_by_depth == {1: 1.0, 2: 0.0}
+    assert 1.9 < spec.stats.mean_accepted_length <= 2.0
+
+
+def test_the_same_call_twice_counts_the_same(model: Any) -> None:
+    prompt = tiny.prompts(2)
+    spec = selfspec.wrap(model, drafter="ngram")
+    counts = []
+    for _ in range(2):
+        spec.stats.reset()
+        spec.generate(**prompt, max_new_tokens=30)
+        counts.append((spec.stats.drafted, spec.stats.accepted, spec.stats.forwards))
+    assert counts[0] == counts[1]
+
+
+def test_a_bad_drafter_costs_no_forwards(model: Any) -> None:
+    """Rule of the house: at most one target forward a token, however bad the drafts."""
+    prompt = tiny.prompts(1)
+    plain = model.generate(**prompt, max_new_tokens=30)
+    spec = selfspec.wrap(model, drafter=OracleDrafter(plain, 4, wrong_at=(1,)))
+    assert spec.generate(**prompt, max_new_tokens=30).equal(plain)
+    assert spec.stats.acceptance_rate == 0
+    assert spec.stats.forwards == 29
+
+
+def test_a_list_of_drafters_is_merged(model: Any) -> None:
+    prompt = tiny.prompts(2)
+    plain = model.generate(**prompt, max_new_tokens=30)
+    drafters = [
+        OracleDrafter(plain, 3, wrong_at=(2,)),
+        OracleDrafter(plain, 5),
+        RandomTreeDrafter(),
+    ]
+    spec = selfspec.wrap(model, drafter=drafters)
+    assert spec.generate(**prompt, max_new_tokens=30).equal(plain)
+    assert spec.stats.mean_accepted_length > 3  # the second one's chain is in the tree
