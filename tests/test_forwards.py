@@ -1,4 +1,4 @@
-"""Which forwards run, how wide, and which layers see which tokens: exact, so they find slowdowns."""
+"""Which forwards run, how wide, which layers see which tokens: exact, so they find slowdowns."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import benchmark_prompts
-import demo_model
 import pytest
 import torch
 
+import benchmark_prompts
+import demo_model
 import selfspec
 
 
