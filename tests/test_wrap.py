@@ -130,12 +130,6 @@ def test_wrapping_a_model_in_training_mode_leaves_the_mode() -> None:
     assert [m.training for m in model.modules()] == flags
 
 
-def test_pipeline(model: Any) -> None:
-    """Pipelines take anything that looks like a model to generate with."""
-    spec = selfspec.wrap(model)
-    assert spec.can_generate()
-
-
 def test_deleting_the_wrapper_and_the_model_frees_them() -> None:
     model: PreTrainedModel | None = copy.deepcopy(tiny.build("llama"))
     spec: Any = selfspec.wrap(model, drafter="early-exit")

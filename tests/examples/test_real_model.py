@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import pipeline
 
 import benchmark_prompts
 import demo_model
@@ -36,3 +37,17 @@ def test_identical_on_real_text(loaded: Any, drafter: Any) -> None:
     assert spec.generate(**inputs, max_new_tokens=24, do_sample=False).equal(plain)
     if drafter != "auto":  # it measures, and may decide otherwise on a busy machine
         assert spec.stats.accepted > 0
+
+
+def test_text_generation_pipeline(loaded: Any) -> None:
+    model, tokenizer = loaded
+    spec = selfspec.wrap(model, drafter="ngram")
+    chat = [{"role": "user", "content": "Say the word yes eight times."}]
+    texts = [
+        pipeline("text-generation", model=m, tokenizer=tokenizer)(
+            chat, max_new_tokens=16, do_sample=False
+        )
+        for m in (model, spec)
+    ]
+    assert texts[0] == texts[1]
+    assert spec.stats.emitted == 16
