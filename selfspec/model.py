@@ -169,6 +169,8 @@ class SpeculativeModel:
         def run(on_step: Callable[[Step], None]) -> None:
             self._on_step.callback = on_step
             self.generate(*args, **kwargs)
+            if "callback" in self._on_step.__dict__:  # beams and the like never reach our loop
+                raise ValueError("stream: only greedy and sampled decoding has steps.")
 
         return stream_steps(run)
 
@@ -315,7 +317,7 @@ class SpeculativeModel:
                     request.pads,
                     frozenset(drafter.hidden_taps),
                 )
-            state = DecodeState(self._target, cache, request.input_ids, request.pads, limit)
+            state = DecodeState(self._target, cache, request.input_ids, request.start, limit)
             controller = self._controller(request)
             try:
                 for step in speculate(state, prompt, drafter, controller, sampler, stops, clock):

@@ -63,6 +63,12 @@ class Request:
         )
 
     @property
+    def start(self) -> list[int]:
+        """Left padding within `input_ids`, which may continue a cache that holds the padding."""
+        cached = self.slots - self.input_ids.shape[1]
+        return [max(0, pad - cached) for pad in self.pads]
+
+    @property
     def user_cache(self) -> Any:
         """The cache that the user passed, or None."""
         cache = self.cache

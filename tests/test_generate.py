@@ -271,6 +271,8 @@ def test_stream_raises_what_generate_raises(model: Any) -> None:
         list(spec.stream(**tiny.prompts(1), max_new_tokens=4, not_an_option=1))
     with pytest.raises(ValueError, match="cannot be decoded in steps: use_cache is False"):
         list(spec.stream(**tiny.prompts(1), max_new_tokens=4, use_cache=False))
+    with pytest.raises(ValueError, match="only greedy and sampled decoding has steps"):
+        list(spec.stream(**tiny.prompts(1), max_new_tokens=4, num_beams=2))
 
 
 # ------------------------------------------------------------------- returns
@@ -382,6 +384,38 @@ def test_other_caches_go_to_the_stock_loop(model: Any, caplog: pytest.LogCapture
     assert spec.stats.fallbacks == 3
     assert "StaticCache" in caplog.text
     assert "use_cache is False" in caplog.text
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_passing_only_the_tokens_that_a_cache_lacks(model: Any, batch: int) -> None:
+    prompt = tiny.prompts(batch)
+    outs = []
+    for generate in (model.generate, selfspec.wrap(model, drafter="ngram").generate):
+        cache = DynamicCache()
+        mask = prompt.get("attention_mask", torch.ones_like(prompt["input_ids"]))
+        model(
+            input_ids=prompt["input_ids"][:, :-5],
+            attention_mask=mask[:, :-5],
+            past_key_values=cache,
+        )
+        outs.append(
+            generate(
+                input_ids=prompt["input_ids"][:, -5:],
+                attention_mask=mask,
+                past_key_values=cache,
+                max_new_tokens=NEW,
+            )
+        )
+    assert outs[0].equal(outs[1])
+    assert outs[0].shape[1] == 5 + NEW
+
+
+def test_chunked_prefill(model: Any) -> None:
+    prompt = tiny.prompts(1)
+    plain = model.generate(**prompt, max_new_tokens=NEW, prefill_chunk_size=5)
+    spec = selfspec.wrap(model, drafter=OracleDrafter(plain, 4))
+    assert spec.generate(**prompt, max_new_tokens=NEW, prefill_chunk_size=5).equal(plain)
+    assert spec.stats.fallbacks == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

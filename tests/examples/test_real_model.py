@@ -51,3 +51,18 @@ def test_text_generation_pipeline(loaded: Any) -> None:
     ]
     assert texts[0] == texts[1]
     assert spec.stats.emitted == 16
+
+
+@pytest.mark.parametrize("stop", ["four", " seven, e", "ine"])
+def test_stop_strings_inside_a_block(loaded: Any, stop: str) -> None:
+    model, tokenizer = loaded
+    line = "one, two, three, four, five, six, seven, eight, nine, ten.\n"
+    inputs = tokenizer(3 * line + "one, two,", return_tensors="pt")
+    options = {"max_new_tokens": 24, "do_sample": False}
+    plain = model.generate(**inputs, **options, stop_strings=[stop], tokenizer=tokenizer)
+    spec = selfspec.wrap(model, drafter="ngram")
+    ours = spec.generate(**inputs, **options, stop_strings=[stop], tokenizer=tokenizer)
+    assert ours.equal(plain)
+    assert stop in tokenizer.decode(ours[0][inputs["input_ids"].shape[1] :])
+    assert ours.shape[1] < inputs["input_ids"].shape[1] + 24
+    assert spec.stats.accepted > 0
