@@ -211,6 +211,36 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
     return summary
 
 
+def table(result: dict[str, Any]) -> str:
+    """The README's table, in Markdown."""
+    machine, kinds = result["machine"], result["rounds"]
+    lines = [
+        f"SmolLM2-135M-Instruct, {result['dtype']}, greedy, {result['tokens']} tokens, batch 1, "
+        f"{machine['threads']} threads of one {machine['cpu']}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, commit {machine['commit'][:7]}; plain `generate` "
+        "in the same process, interleaved, medians of ratios "
+        f"({kinds['copy']} rounds for copies, {kinds['chat']} for chat).",
+        "",
+        "| prompt | tokens/s plain | `wrap(model)` | prompt lookup of transformers | tau |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["prompts"]:
+        plain = result["tokens"] / median(row["seconds"]["plain"])
+        speedup = row["speedup"]
+        lines.append(
+            f"| {row['kind']}: {row['name']} | {plain:.1f} | {speedup['selfspec']:.2f}x | "
+            f"{speedup['prompt-lookup']:.2f}x | {row['mean_accepted_length']:.2f} |"
+        )
+    same = result["identical in float32"]
+    lines += [
+        "",
+        f"In float32 {sum(same.values())} of {len(same)} texts are identical to plain `generate`. "
+        "The loop without drafts takes "
+        f"{result['summary']['time of the loop without drafts over plain']:.2f} of plain's time.",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -223,7 +253,11 @@ def main() -> None:
     parser.add_argument("--only", choices=["copy", "chat"])
     parser.add_argument("--skip-identity", action="store_true", help="leave the float32 run out")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path, help="only print the README's table of this JSON")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())))
+        return
     torch.set_num_threads(args.threads)
     model, tokenizer = demo_model.load(args.model, dtype=getattr(torch, args.dtype))
     no_end_of_sequence(model)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from einops import repeat
 from torch import Tensor
 
 WORD_BITS = 64
@@ -151,7 +152,7 @@ class TreeLayout:
             hidden = self.mask(key_len, window).logical_not()
             bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             bias.masked_fill_(hidden, float("-inf"))
-            self._memo[key] = bias.repeat(1, groups, 1)[:, None]
+            self._memo[key] = repeat(bias, "b m s -> b 1 (g m) s", g=groups)
         return self._memo[key]  # type: ignore[return-value]
 
     def sees_all(self, key_len: int, window: int = 0) -> bool:

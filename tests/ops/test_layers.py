@@ -35,7 +35,7 @@ def test_there_are_ops():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports(path):
-    allowed = {"torch"} | set(sys.stdlib_module_names)
+    allowed = {"torch", "einops"} | set(sys.stdlib_module_names)
     if path.name == "kernel.py":
         allowed |= {"triton"}
     assert imports(path) <= allowed
