@@ -45,10 +45,15 @@ def accept(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState
             f"logits are {tuple(logits.shape)} for a tree of {tuple(tree.tokens.shape)} nodes."
         )
     if sampler.do_sample and tree.log_q is not None:
-        if tree.max_depth + 1 != tree.max_nodes:
+        if not tree.is_chain:
             raise ValueError(
                 "log_q was given for a tree with branches; sampled drafts must be chains "
                 "(leave log_q out for deterministic trees)."
+            )
+        if tree.log_q.shape[-1] != logits.shape[-1]:
+            raise ValueError(
+                f"log_q is over {tree.log_q.shape[-1]} tokens, the model's logits over "
+                f"{logits.shape[-1]}."
             )
         return _walk(tree, logits, sampler, state, _Rejection(tree))
     if sampler.prefix_free:
@@ -98,13 +103,15 @@ def _walk(
     tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
     prefixes = [state.prefix(b) for b in range(batch)]
     node, paths, next_token = [0] * batch, [[0] for _ in range(batch)], [0] * batch
-    kept = logits.new_zeros(logits.shape, dtype=torch.float32) if sampler.keep_scores else None
+    kept = None
     active = [b for b in range(batch) if not state.frozen[b]]
     rows = torch.arange(batch, device=logits.device)
     while active:
         at = torch.tensor(node, device=logits.device)
         scores = sampler.scores_after(logits[rows, at], prefixes, active)
-        if kept is not None:
+        if sampler.keep_scores:
+            if kept is None:
+                kept = logits.new_zeros(logits.shape, dtype=scores.dtype)
             kept[rows[active], at[active]] = scores[active]
         position = [p + len(path) - 1 for p, path in zip(state.positions(), paths, strict=True)]
         chosen = rule.choose(scores, node, position, sampler, tokens, counts)

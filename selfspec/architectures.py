@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.generation import GenerationMixin
 
-from selfspec.attention import register_over
+from selfspec.attention import PREFIX, register_over
 from selfspec.cache import AlignedCache, TreeCache
 from selfspec.tree import TokenTree
 
@@ -74,10 +75,10 @@ class Architecture:
         """L."""
         return len(self.layers)
 
-    def new_cache(self, batch: int, *, reserve: int, limit: int) -> TreeCache:
-        """An empty cache of the layout that this model needs."""
+    def new_cache(self, batch: int, *, reserve: int, longest: int, extra: int = 64) -> TreeCache:
+        """An empty cache of the layout that this model needs; arguments as for `TreeCache`."""
         kind = AlignedCache if self.support == "chain" else TreeCache
-        return kind(self.num_layers, batch, reserve=reserve, limit=limit)
+        return kind(self.num_layers, batch, reserve=reserve, longest=longest, extra=extra)
 
 
 def describe(model: PreTrainedModel) -> Architecture:
@@ -106,7 +107,8 @@ def describe(model: PreTrainedModel) -> Architecture:
     if reason:
         return replace(description, reason=reason)
     limit, dynamic = _rope_limit(config)
-    original = config._attn_implementation or "eager"
+    # While another request runs on the model, its config names our implementation.
+    original = (config._attn_implementation or "eager").removeprefix(PREFIX)
     name = register_over(original)
     configs = {id(c): c for c in (m.config for m in model.modules() if hasattr(m, "config"))}
     named = (
@@ -115,7 +117,7 @@ def describe(model: PreTrainedModel) -> Architecture:
         else [
             (c, name)
             for c in configs.values()
-            if getattr(c, "_attn_implementation_internal", None) == original
+            if getattr(c, "_attn_implementation_internal", None) in (original, name)
         ]
     )
     return replace(
@@ -201,20 +203,31 @@ def _tree_fault(target: Target, candidate: Architecture) -> str:
 
 
 def _chain_fault(target: Target, candidate: Architecture) -> str:
-    """Empty if a chain gives the logits of the sequence; else what was wrong."""
+    """Empty if a chain gives the logits of the sequence, wherever in the cache it stands.
+
+    Rows of a batch are aligned by moving them, so their place must not matter: it does not to
+    ALiBi, it does to learned positions that are read off the cache.
+    """
     tokens = _ids(list(_TREE), target)
     truth = torch.stack(
         [target.plain(_ids([*_PROMPT, *_TREE[: n + 1]], target)) for n in range(len(_TREE))]
     )
+    scale = (truth - truth.roll(1, 0)).abs().amax()
+    chain = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
     with target.using(candidate):
-        right = _verify(target, TokenTree.chain(tokens[:, 0], tokens[:, 1:]))
-    error, scale = (right - truth).abs().amax(), (truth - truth.roll(1, 0)).abs().amax()
-    return "" if error < 0.1 * scale else f"logits differ by {error:.2g}"
+        for slots in (0, 3):
+            error = (_verify(target, chain, slots=slots) - truth).abs().amax()
+            if not error < 0.1 * scale:
+                where = f" {slots} slots further on" if slots else ""
+                return f"logits{where} differ by {error:.2g}"
+    return ""
 
 
-def _verify(target: Target, tree: TokenTree, shift: int = 0) -> Tensor:
-    cache = target.architecture.new_cache(1, reserve=32, limit=64)
+def _verify(target: Target, tree: TokenTree, shift: int = 0, slots: int = 0) -> Tensor:
+    cache = target.architecture.new_cache(1, reserve=32, longest=1 << 20)
     target.fill(_ids(list(_PROMPT), target), cache)
+    if isinstance(cache, AlignedCache):
+        cache.shift(slots)
     return target.verify(tree, cache, position_shift=shift).logits[0].float()
 
 
@@ -259,6 +272,8 @@ def _ruled_out(
         return f"it has layers of type {', '.join(other)}, whose state cannot be rolled back"
     if getattr(model, "_is_stateful", False) or not has_cache:
         return "its state is recurrent and cannot be rolled back"
+    if type(model)._sample is not GenerationMixin._sample:
+        return "its class decodes in a way of its own (it overrides _sample)"
     if getattr(config, "attention_chunk_size", None):
         return "its attention is chunked"
     return ""

@@ -97,12 +97,16 @@ class TreeCache(Cache):
         num_layers: L.
         batch: B.
         reserve: Slots to allocate at first (prompt, one tree and some room).
-        limit: Slots that can ever be needed; growth is geometric up to here.
+        longest: Slots that the longest sequence can come to fill.
+        extra: Slots a tree may need beyond those; growth is geometric up to `longest + extra`.
     """
 
-    def __init__(self, num_layers: int, batch: int, *, reserve: int, limit: int) -> None:
-        self.capacity = min(reserve, limit)
-        self.limit = limit
+    def __init__(
+        self, num_layers: int, batch: int, *, reserve: int, longest: int, extra: int = 64
+    ) -> None:
+        self.longest = longest
+        self.limit = longest + extra
+        self.capacity = min(reserve, self.limit)
         self.batch = batch
         self.lengths = [0] * batch
         self.pads = [0] * batch
@@ -119,6 +123,14 @@ class TreeCache(Cache):
     def is_even(self) -> bool:
         """Whether all rows have the same length."""
         return len(set(self.lengths)) == 1
+
+    def last_positions(self) -> list[int]:
+        """Position of the last token that each row can come to have.
+
+        Nodes beyond it (padding, or drafts too long for their row) are never emitted, but must not
+        run off a table of learned positions either.
+        """
+        return [self.longest - 1 - pad for pad in self.pads]
 
     @property
     def filled_layers(self) -> list[TreeLayer]:
@@ -256,6 +268,18 @@ class AlignedCache(TreeCache):
         start = self.end + offset
         self.reserve(start + count)
         self.window = (start, start + count, None)
+
+    def shift(self, slots: int) -> None:
+        """Move every row to the right; for probing whether a model minds."""
+        if slots:
+            self.reserve(self.end + slots)
+            for layer in self.filled_layers:
+                layer.keys, layer.values = (
+                    torch.nn.functional.pad(t[:, :, : self.end], (0, 0, slots, 64))
+                    for t in (layer.keys, layer.values)
+                )
+            self.capacity = max(self.capacity, self.end + slots + 64)
+            self.end += slots
 
     def mask(self, extra: int, device: torch.device) -> Tensor:
         """int64 [B, width + extra]; 1 where a row's tokens are."""

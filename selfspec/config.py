@@ -8,7 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """How a wrapper speculates. None of it can change the output.
+    """How a wrapper speculates.
+
+    None of it changes the text in float32 and float64. In lower precision a block of tokens rounds
+    differently from one token, and the off switch chooses blocks by measured time: there,
+    `off_switch=False` makes calls repeatable.
 
     Attributes:
         max_draft_tokens: Most draft tokens a row and step, the root not counted.
@@ -25,7 +29,8 @@ class SpecConfig:
         Raises:
             ValueError: If a value is out of range.
         """
-        if not isinstance(self.max_draft_tokens, int) or not 1 <= self.max_draft_tokens <= 1024:
+        most = self.max_draft_tokens
+        if not isinstance(most, int) or isinstance(most, bool) or not 1 <= most <= 1024:
             raise ValueError(
                 f"max_draft_tokens={self.max_draft_tokens!r} must be an int in 1..1024."
             )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from selfspec.accept import accept
 from selfspec.clock import Clock
+from selfspec.propose import propose
 from selfspec.step import Step, emit
 from selfspec.tree import TokenTree
 
@@ -49,9 +50,6 @@ def speculate(
         One `Step` per target forward, the prefill first.
     """
     taps = frozenset(drafter.hidden_taps)
-    # Reading a tree back from a device stalls it; there, only drafts of strangers are worth that.
-    check = state.root.is_cpu or not getattr(drafter, "makes_valid_trees", False)
-    vocab_size = state.target.vocab_size
     tree, output, is_prefill = TokenTree.root_only(state.root), prompt, True
     while True:
         with clock("accept"):
@@ -71,11 +69,6 @@ def speculate(
 
         with clock("draft"):
             budget = min(controller.budget(state), state.max_draft_tokens)
-            if budget:
-                tree = drafter.draft(state, budget)
-                if check:
-                    tree.validate(state.root, vocab_size, budget)
-            else:
-                tree = TokenTree.root_only(state.root)
+            tree = propose(drafter, state, budget)
         with clock("verify"):
             output, is_prefill = state.target.verify(tree, state.cache, taps), False

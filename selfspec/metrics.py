@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from selfspec.loop import Step
 
 
-@dataclass
+@dataclass(repr=False)
 class SpecStats:
     """What happened, in counts and seconds; two of them can be added.
 
@@ -144,24 +144,24 @@ class SpecStats:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        left = f"{self.fallbacks} requests left to transformers' own loop" * bool(self.fallbacks)
         if not self.requests:
-            return "no speculative generate yet" + (
-                f" ({self.fallbacks} left to transformers)" if self.fallbacks else ""
-            )
+            return left or "no speculative generate yet"
         total = self.decoding_seconds or 1.0
         plain = self.plain_tokens_per_second
         parts = [
-            f"tau {self.mean_accepted_length:.2f}",
-            f"acceptance {self.acceptance_rate:.2f}",
-            f"drafted in {self.verifies} of {self.verifies + self.plain_tokens} row-steps",
+            f"tau {self.mean_accepted_length:.2f} · acceptance {self.acceptance_rate:.2f}"
+            if self.verifies
+            else "nothing drafted",
+            f"drafts in {self.verifies} of {self.verifies + self.plain_tokens} steps",
             " / ".join(
                 f"{name} {100 * self.seconds.get(name, 0.0) / total:.0f} %"
                 for name in ("draft", "verify")
             ),
             f"{self.tokens_per_second:.0f} tok/s" + (f" (plain {plain:.0f})" if plain else ""),
         ]
-        return " · ".join(parts)
+        return " · ".join([*parts, *([left] if left else [])])
 
 
 def _sum(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:

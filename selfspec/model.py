@@ -19,6 +19,7 @@ from selfspec.drafters import CombinedDrafter, Drafter
 from selfspec.drafters.named import label, resolve
 from selfspec.loop import speculate
 from selfspec.metrics import SpecStats
+from selfspec.propose import check_taps
 from selfspec.record import Record
 from selfspec.request import Request
 from selfspec.sampling import Sampler
@@ -200,9 +201,30 @@ class SpeculativeModel:
         dtype: torch.dtype = self.model.dtype
         return dtype
 
+    # What transformers' pipelines want of a model besides `generate`.
+
     def can_generate(self) -> bool:
-        """True; pipelines ask."""
+        """True."""
         return True
+
+    @property
+    def input_modalities(self) -> Any:
+        """The model's."""
+        return self.model.input_modalities
+
+    @property
+    def output_modalities(self) -> Any:
+        """The model's."""
+        return self.model.output_modalities
+
+    def to(self, *args: Any, **kwargs: Any) -> SpeculativeModel:
+        """Move or cast the model, in place."""
+        self.model.to(*args, **kwargs)
+        return self
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model."""
+        return self.model.save_pretrained(*args, **kwargs)
 
     def __repr__(self) -> str:
         architecture = self._target.architecture
@@ -216,14 +238,13 @@ class SpeculativeModel:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeModel:
-        return SpeculativeModel(
-            copy.deepcopy(self.model, memo),
-            copy.deepcopy(self._drafter_argument, memo),
-            self.options,
+        model = copy.deepcopy(self.model, memo)
+        return _restore(
+            model, copy.deepcopy(self._drafter_argument, memo), self.options, self.enabled
         )
 
     def __reduce__(self) -> Any:
-        return SpeculativeModel, (self.model, self._drafter_argument, self.options)
+        return _restore, (self.model, self._drafter_argument, self.options, self.enabled)
 
     # ------------------------------------------------------------------ decoding
 
@@ -249,7 +270,9 @@ class SpeculativeModel:
         )
         on_step = self._on_step.__dict__.pop("callback", None)
         obstacle = (
-            request.obstacle(self._target.architecture) if self.enabled else "it is switched off"
+            request.obstacle(self._target.architecture, self.model.training)
+            if self.enabled
+            else "it is switched off"
         )
         if obstacle is not None:
             if on_step is not None:
@@ -271,6 +294,7 @@ class SpeculativeModel:
         drafter, release = self._borrow_drafter()
         stats = SpecStats(requests=1)
         try:
+            check_taps(drafter, self._target.architecture.num_layers)
             drafter.reset()
             return self._speculate(request, shadow, drafter, streamer, stats, on_step)
         finally:
@@ -303,7 +327,8 @@ class SpeculativeModel:
         cache = architecture.new_cache(
             batch,
             reserve=request.slots + most + 64,
-            limit=request.slots + max(limit - request.input_ids.shape[1], 0) + most,
+            longest=request.slots + max(limit - request.input_ids.shape[1], 0),
+            extra=most,
         )
         clock, record = Clock(), Record(batch)
         with self._target.ready():
@@ -312,7 +337,7 @@ class SpeculativeModel:
                     cache.load(request.user_cache)
                 arguments = {**request.model_kwargs, request.cache_argument(architecture): cache}
                 prompt = self._target.prefill(
-                    lambda: shadow._prefill(request.input_ids, options, arguments),
+                    lambda: self.model._prefill(request.input_ids, options, arguments),
                     cache,
                     request.pads,
                     frozenset(drafter.hidden_taps),
@@ -323,7 +348,9 @@ class SpeculativeModel:
                 for step in speculate(state, prompt, drafter, controller, sampler, stops, clock):
                     stats.count(step)
                     record.add(step)
-                    columns.put(step, state.frozen)
+                    ends = stops.last_length
+                    most_columns = None if ends is None else ends - state.prompt_length
+                    columns.put(step, state.frozen, most_columns)
                     if on_step is not None:
                         on_step(step)
             finally:
@@ -359,3 +386,10 @@ class SpeculativeModel:
         if self._drafter_lock.acquire(blocking=False):
             return self._drafter, self._drafter_lock.release
         return copy.copy(self._drafter), lambda: None
+
+
+def _restore(model: Any, drafter: Any, options: SpecConfig, enabled: bool) -> SpeculativeModel:
+    """A wrapper from what `copy` and `pickle` keep of one."""
+    spec = SpeculativeModel(model, drafter, options)
+    spec.enabled = enabled
+    return spec

@@ -10,6 +10,7 @@ object had before (accelerate puts hooks there).
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import Counter
@@ -90,6 +91,10 @@ class _Dispatcher:
         self.forward = module.forward
         self.__wrapped__ = module.forward  # inspect.signature sees through
         self.tuple_length, self.size = _RETURNS.get(module, (0, 0))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A model that is copied while a request runs gets its own `forward`, not our patch."""
+        return copy.deepcopy(self.forward, memo)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self.forward(*args, **kwargs)

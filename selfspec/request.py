@@ -83,9 +83,11 @@ class Request:
         """Name of the cache in this version of transformers."""
         return architecture.cache_argument
 
-    def obstacle(self, architecture: Architecture) -> str | None:
+    def obstacle(self, architecture: Architecture, training: bool) -> str | None:
         """Why this request must go to transformers' own loop, or None. Also settles `pads`."""
         config = self.generation_config
+        if training:
+            return "the model is in training mode"
         if self.synced_gpus:
             return "synced_gpus is on"
         if self.slots == 0:
@@ -111,13 +113,17 @@ class Request:
             and StopRules(self.criteria, self.batch).others
         ):
             return "a stopping criterion may look at the scores"
-        return self._rope_obstacle(architecture) or self._padding_obstacle()
+        unknown = StopRules(self.criteria, self.batch).may_look_across_rows
+        if unknown is not None and self.batch > 1:
+            return f"{unknown} may look across the rows, which advance unevenly in a batch"
+        return self._padding_obstacle() or self._rope_obstacle(architecture)
 
     def _rope_obstacle(self, architecture: Architecture) -> str | None:
         limit, end = architecture.rope_limit, self.criteria.max_length or 0
         if limit is None or end <= limit:
             return None
-        if architecture.rope_dynamic or self.slots <= limit or self.batch > 1:
+        shortest = self.slots - max(self.pads)
+        if architecture.rope_dynamic or shortest <= limit or self.batch > 1:
             return f"rotary frequencies change at position {limit}"
         return None
 
@@ -126,7 +132,7 @@ class Request:
         if mask is not None:
             if mask.ndim != 2:
                 return "attention_mask is not 2-D"
-            lengths = mask.sum(-1)
+            lengths = mask.bool().sum(-1)
             width = mask.shape[1]
             left = torch.arange(width, device=mask.device) >= (width - lengths)[:, None]
             if not bool((mask.bool() == left).all()) or not bool(lengths.all()):

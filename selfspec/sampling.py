@@ -53,7 +53,6 @@ _STATELESS = (
             "EncoderNoRepeatNGramLogitsProcessor",
             "SequenceBiasLogitsProcessor",
             "NoBadWordsLogitsProcessor",
-            "PrefixConstrainedLogitsProcessor",
             "ForcedBOSTokenLogitsProcessor",
             "ForcedEOSTokenLogitsProcessor",
             "ExponentialDecayLengthPenalty",
@@ -121,13 +120,16 @@ class Sampler:
             active: Rows whose result is wanted.
         """
         logits = logits.float()
-        result = logits.clone()
+        result = None
         for length in sorted({len(prefixes[b]) for b in active}):
             rows = [b for b in active if len(prefixes[b]) == length]
             stand_in = prefixes[rows[0]]
             ids = torch.stack([p[:length] if len(p) >= length else stand_in for p in prefixes])
             processed = self.processors(ids, logits.clone())
+            if result is None:  # in the processors' dtype, which need not be float32
+                result = logits.to(processed.dtype, copy=True)
             result[rows] = processed[rows]
+        assert result is not None
         return result
 
     def choose(self, scores: Tensor, position: list[int] | Tensor) -> Tensor:
@@ -145,13 +147,15 @@ class Sampler:
             return _argmax(scores)
         batch, _, vocab = scores.shape
         if self._noise is None:
-            self._noise = _Noise(batch, vocab, scores.device)
+            self._noise = _Noise(batch, vocab, scores)
         position = torch.as_tensor(position)
         if position.ndim == 1:
             position = position[:, None].expand(batch, scores.shape[1])
         rows = position.tolist()
         noise = self._noise
         probabilities = scores.softmax(-1)
+        if probabilities.is_cpu and not bool(probabilities.sum(-1).isfinite().all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         low = min(map(min, rows))
         for t in range(low, max(map(max, rows)) + 1):
             noise.at(t)
@@ -183,9 +187,10 @@ def _argmax(scores: Tensor) -> Tensor:
 class _Noise:
     """Exponential noise by position: block t is the t-th that plain `generate` would draw."""
 
-    def __init__(self, batch: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, batch: int, vocab: int, like: Tensor) -> None:
         self.shape = (batch, vocab)
-        self.device = device
+        self.device = like.device
+        self.dtype = like.dtype
         self.blocks: dict[int, Tensor] = {}
         self.after: dict[int, Tensor] = {}  # generator state when t blocks have been drawn
         self.drawn = 0
@@ -202,7 +207,9 @@ class _Noise:
     def at(self, t: int) -> Tensor:
         """Noise [B, V] of position t, drawn when first asked for."""
         while self.drawn <= t:
-            self.blocks[self.drawn] = torch.empty(self.shape, device=self.device).exponential_()
+            self.blocks[self.drawn] = torch.empty(
+                self.shape, device=self.device, dtype=self.dtype
+            ).exponential_()
             self.drawn += 1
             self._remember()
         return self.blocks[t]

@@ -75,9 +75,9 @@ class DecodeState:
         self.length = [self.prompt_length] * input_ids.shape[0]
         self.frozen = [False] * input_ids.shape[0]
         self.device = input_ids.device
-        self._ids = input_ids.cpu().numpy().copy()
+        self._ids = input_ids.cpu().long().numpy().copy()
         last = input_ids[:, -1] if self.prompt_length else input_ids.new_zeros(input_ids.shape[0])
-        self.root = last.to(target.device)
+        self.root = last.to(target.device, torch.int64)
 
     @property
     def batch(self) -> int:

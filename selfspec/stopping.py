@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +42,15 @@ class StopRules:
                 self.max_length = min(x for x in lengths if x is not None)
             else:
                 self.others.append(criterion)
+        self.batch = batch
+        self.last_length: int | None = None  # of the sequences, once it is known before they end
         self.stopped_at: list[int | None] = [None] * batch
+
+    @property
+    def may_look_across_rows(self) -> str | None:
+        """Name of the first criterion that may keep a state or compare rows, or None."""
+        known = (MaxTimeCriteria, StopStringCriteria)
+        return next((type(c).__name__ for c in self.others if type(c) not in known), None)
 
     def cut(self, state: DecodeState, b: int, tokens: list[int]) -> list[int]:
         """Cut new tokens of row b at the first one that ends it."""
@@ -55,7 +65,7 @@ class StopRules:
                 or (self.others and self._asked(state, b, tokens[: i + 1]))
             ):
                 self.stopped_at[b] = length
-                if self.pads_finished_rows:
+                if self.pads_finished_rows or self.batch == 1:
                     return tokens[: i + 1]
                 break
         return tokens
@@ -70,7 +80,8 @@ class StopRules:
         if self.pads_finished_rows:
             state.frozen = [end is not None for end in self.stopped_at]
         elif len(ends) == state.batch:
-            state.frozen = [length >= max(ends) for length in state.length]
+            self.last_length = max(ends)
+            state.frozen = [length >= self.last_length for length in state.length]
         state.frozen = [
             frozen or length >= state.limit
             for frozen, length in zip(state.frozen, state.length, strict=True)
@@ -78,6 +89,4 @@ class StopRules:
 
     def final_length(self, state: DecodeState) -> int:
         """Length of the returned sequences."""
-        if self.pads_finished_rows:
-            return max(state.length)
-        return min(max(end or 0 for end in self.stopped_at) or max(state.length), max(state.length))
+        return max(state.length) if self.last_length is None else self.last_length

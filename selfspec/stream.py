@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,14 +34,15 @@ class ColumnStreamer:
         self.rows: list[list[int]] = [[] for _ in range(batch)]
         self.sent = 0
 
-    def put(self, step: Step, frozen: list[bool]) -> None:
-        """Take a step's tokens and hand out the columns that are complete."""
+    def put(self, step: Step, frozen: list[bool], most: int | None) -> None:
+        """Take a step's tokens and hand out the columns that are complete, `most` at most."""
         if self.streamer is None:
             return
         for row, new in zip(self.rows, step.tokens, strict=True):
             row.extend(new)
         moving = [len(row) for row, ended in zip(self.rows, frozen, strict=True) if not ended]
-        self._send(min(moving) if moving else max(map(len, self.rows)))
+        ready = min(moving) if moving else max(map(len, self.rows))
+        self._send(ready if most is None else min(ready, most))
 
     def _send(self, until: int) -> None:
         assert self.streamer is not None
@@ -67,6 +69,7 @@ def stream_steps(run: Callable[[Callable[[Step], None]], Any]) -> Iterator[Step]
     """
     handed: queue.Queue[Step | BaseException | None] = queue.Queue(maxsize=1)
     closed = threading.Event()
+    surroundings = _surroundings()
 
     def put(item: Step | BaseException | None) -> None:
         while not closed.is_set():
@@ -78,7 +81,8 @@ def stream_steps(run: Callable[[Callable[[Step], None]], Any]) -> Iterator[Step]
 
     def work() -> None:
         try:
-            run(put)
+            with surroundings():
+                run(put)
             put(None)
         except _ConsumerGoneError:
             pass
@@ -96,3 +100,22 @@ def stream_steps(run: Callable[[Callable[[Step], None]], Any]) -> Iterator[Step]
     finally:
         closed.set()
         thread.join()
+
+
+def _surroundings() -> Callable[[], ExitStack]:
+    """The calling thread's inference mode and autocast, for another thread to enter."""
+    inference = torch.is_inference_mode_enabled()
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+    def enter() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        for kind, dtype in autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        return stack
+
+    return enter

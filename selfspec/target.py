@@ -72,11 +72,19 @@ class Target:
         """
         unnamed = replace(self.architecture, attention_names=[])
         with patched(self.model, unnamed), layer_plan(LayerPlan()):
-            return self.model(input_ids=ids, use_cache=False).logits[0, -1].float()
+            arguments = self._positions(ids)
+            return self.model(input_ids=ids, use_cache=False, **arguments).logits[0, -1].float()
+
+    def _positions(self, ids: Tensor) -> dict[str, Tensor]:
+        """What `generate` tells a model about the positions of a prompt without padding."""
+        if not self.architecture.takes_position_ids:
+            return {}
+        return {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
 
     def fill(self, ids: Tensor, cache: TreeCache) -> None:
         """Prefill `cache` with `ids` [B, T] of rows without padding."""
-        self.model(input_ids=ids, use_cache=True, **{self.architecture.cache_argument: cache})
+        arguments = {self.architecture.cache_argument: cache, **self._positions(ids)}
+        self.model(input_ids=ids, use_cache=True, **arguments)
         cache.settle([0] * ids.shape[0])
 
     def prefill(
@@ -147,11 +155,13 @@ class Target:
         cache.open(tree.width - count, count)
         context = None
         arguments: dict[str, Any] = {architecture.cache_argument: cache}
-        if architecture.support == "tree":
+        if architecture.takes_position_ids:
             depth = tree.depth.to(device)
             prefix_len = torch.tensor(cache.lengths, dtype=torch.int32).to(device)
             positions = prefix_len[:, None] + depth[:, -count:] + position_shift
-            arguments["position_ids"] = positions.long()
+            last = torch.tensor(cache.last_positions()).to(device)
+            arguments["position_ids"] = torch.minimum(positions, last[:, None])
+        if architecture.support == "tree":
             if tree.width == 1 and cache.is_even:
                 # A step of plain decoding: bit for bit what `generate` would compute.
                 arguments["attention_mask"] = None

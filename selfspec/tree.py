@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-WORD_BITS = 64
+from selfspec.topology import WORD_BITS, chain_topology, words_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,13 +105,20 @@ class TokenTree:
         """N, the number of nodes a row, padding included."""
         return self.tokens.shape[1]
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether no row branches (reads the device)."""
+        previous = torch.arange(self.width - 1, device=self.parents.device)
+        padding = previous + 1 >= self.num_nodes[:, None]
+        return bool(((self.parents[:, 1:] == previous) | padding).all())
+
     # ---------------------------------------------------------------- constructors
 
     @classmethod
     def root_only(cls, root: Tensor) -> TokenTree:
         """The tree without drafts; `root` is int64 [B]."""
         batch = root.shape[0]
-        parents, depth, ancestors = _chain_topology(1, root.device)
+        parents, depth, ancestors = chain_topology(1, root.device)
         return cls(
             tokens=root[:, None],
             parents=parents.expand(batch, -1),
@@ -148,7 +154,7 @@ class TokenTree:
             tokens = torch.tensor([list(tokens)], dtype=torch.int64).view(1, -1).to(root.device)
         tokens = torch.cat([root[:, None], tokens], dim=1)
         batch, nodes = tokens.shape
-        parents, depth, ancestors = _chain_topology(nodes, tokens.device)
+        parents, depth, ancestors = chain_topology(nodes, tokens.device)
         full = num_nodes is None
         if num_nodes is None:
             num_nodes = torch.full((batch,), nodes, dtype=torch.int32, device=tokens.device)
@@ -212,7 +218,7 @@ class TokenTree:
                 bits.append(1 << n)
             all_parents.append(row)
             all_depth.append(depth)
-            all_bits.append([_words(value, words) for value in bits])
+            all_bits.append([words_of(value, words) for value in bits])
         device = tokens.device
         counts = [sum(p >= 0 for p in row) + 1 for row in all_parents]
         return cls(
@@ -317,6 +323,20 @@ class TokenTree:
             result.append(row)
         return result
 
+    def first_chains(self) -> TokenTree:
+        """The first branch of every row alone (reads the device): from node to lowest child."""
+        rows = []
+        for tokens, parents, count in zip(
+            self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist(), strict=True
+        ):
+            chain, node = [], 0
+            for n in range(1, count):
+                if parents[n] == node:
+                    chain.append(tokens[n])
+                    node = n
+            rows.append([chain])
+        return TokenTree.from_paths(self.tokens[:, 0], rows)
+
     def validate(self, root: Tensor, vocab_size: int, max_draft_tokens: int) -> None:
         """Check a draft before it is verified (reads the device).
 
@@ -342,6 +362,8 @@ class TokenTree:
                 )
             if parents[b][0] != -1 or depths[b][0] != 0:
                 raise ValueError(f"node 0 of row {b} must have parent -1 and depth 0.")
+            if not all(0 <= depth <= self.max_depth for depth in depths[b]):
+                raise ValueError(f"depth of row {b} has values outside 0..{self.max_depth}.")
             for n, token in enumerate(tokens[b]):
                 if not 0 <= token < vocab_size:
                     raise ValueError(
@@ -360,28 +382,5 @@ class TokenTree:
                     raise ValueError(f"depth of node {n}, row {b}, is not its parent's plus one.")
                 expected.append(expected[parent] | 1 << n)
             for n in range(count):
-                if bits[b][n] != _words(expected[n], words):
+                if bits[b][n] != words_of(expected[n], words):
                     raise ValueError(f"ancestors of node {n}, row {b}, do not match its parents.")
-
-
-def _words(bits: int, words: int) -> list[int]:
-    """Split a bit set into signed 64-bit words, lowest first."""
-    out = []
-    for w in range(words):
-        word = bits >> (WORD_BITS * w) & (1 << WORD_BITS) - 1
-        out.append(word - (1 << WORD_BITS) if word >> (WORD_BITS - 1) else word)
-    return out
-
-
-@lru_cache(maxsize=512)
-def _chain_topology(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents, depth and ancestors of one chain, [1, N] and [1, N, W]; made once a length.
-
-    Built with inference mode off: tensors made inside a user's `torch.inference_mode()` would be
-    unusable in a later call outside it.
-    """
-    words = -(-nodes // WORD_BITS)
-    bits = [_words((1 << n + 1) - 1, words) for n in range(nodes)]
-    with torch.inference_mode(False):
-        depth = torch.arange(nodes, dtype=torch.int32, device=device)[None]
-        return depth - 1, depth, torch.tensor([bits], dtype=torch.int64, device=device)

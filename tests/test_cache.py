@@ -60,7 +60,7 @@ def test_rolling_back_all_some_or_nothing(keep: int) -> None:
     model = tiny.build("llama", dtype=torch.float64)
     target = Target(model)
     for prompt in ([5], [5, 9, 33]):
-        cache = TreeCache(4, 1, reserve=8, limit=64)
+        cache = TreeCache(4, 1, reserve=8, longest=64)
         tree = selfspec.TokenTree.chain(7, [11, 2, 8])
         with torch.no_grad(), target.ready():
             target.fill(torch.tensor([prompt]), cache)
@@ -73,7 +73,7 @@ def test_rolling_back_all_some_or_nothing(keep: int) -> None:
 
 
 def test_growth_is_geometric_and_bounded() -> None:
-    cache = TreeCache(1, 1, reserve=10, limit=100)
+    cache = TreeCache(1, 1, reserve=10, longest=90, extra=10)
     capacities = []
     for slots in range(1, 101):
         cache.reserve(slots)
@@ -82,7 +82,7 @@ def test_growth_is_geometric_and_bounded() -> None:
 
 
 def test_growing_keeps_what_was_written() -> None:
-    cache = TreeCache(1, 2, reserve=4, limit=64)
+    cache = TreeCache(1, 2, reserve=4, longest=64)
     keys = torch.randn(2, 3, 4, 8)
     cache.update(keys, keys + 1, 0)
     more = torch.randn(2, 3, 5, 8)
@@ -92,7 +92,7 @@ def test_growing_keeps_what_was_written() -> None:
 
 
 def test_padding_is_squeezed_out_and_put_back() -> None:
-    cache = TreeCache(1, 2, reserve=8, limit=64)
+    cache = TreeCache(1, 2, reserve=8, longest=64)
     keys = torch.randn(2, 3, 5, 8)
     cache.update(keys, keys, 0)
     cache.settle([0, 2])
@@ -105,7 +105,7 @@ def test_padding_is_squeezed_out_and_put_back() -> None:
 
 
 def test_aligned_rows_end_where_the_longest_one_does() -> None:
-    cache = AlignedCache(1, 2, reserve=8, limit=64)
+    cache = AlignedCache(1, 2, reserve=8, longest=64)
     keys = torch.randn(2, 1, 3, 1)
     cache.update(keys, keys, 0)
     cache.settle([0, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,12 +90,16 @@ def test_fifty_thousand_tokens_take_less_than_five_milliseconds(alphabet: int) -
     assert min(times) < 0.005
 
 
-@pytest.mark.parametrize("options", [{"min_match": 0}, {"min_match": 4, "max_match": 3}])
-def test_bad_matches(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="1 <= min_match <= max_match"):
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"min_match": 0}, ValueError, "min_match=0 must be at least 1"),
+        ({"min_match": 4, "max_match": 3}, ValueError, "max_match=3 must be at least 4"),
+        ({"max_candidates": 0}, ValueError, "max_candidates=0"),
+        ({"max_match": 2.5}, TypeError, "max_match=2.5 must be an int"),
+        ({"min_match": None}, TypeError, "min_match=None"),
+    ],
+)
+def test_bad_options(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         NGramDrafter(**options)
-
-
-def test_bad_candidates() -> None:
-    with pytest.raises(ValueError, match="max_candidates=0"):
-        NGramDrafter(max_candidates=0)

@@ -90,6 +90,17 @@ def test_merge_has_no_duplicate_siblings() -> None:
     assert TokenTree.merge([a]) is a
 
 
+def test_chains_are_told_from_trees_row_by_row() -> None:
+    root = torch.tensor([5, 5])
+    assert TokenTree.from_paths(root, [[[1, 2]], []]).is_chain
+    assert TokenTree.root_only(root).is_chain
+    tree = TokenTree.from_paths(root, [[[1, 2]], [[3], [4]]])  # as wide as its longest chain
+    assert not tree.is_chain
+    chains = tree.first_chains()
+    assert chains.is_chain
+    assert chains.paths() == [[[1, 2]], [[3]]]
+
+
 def test_merge_refuses_sampled_trees() -> None:
     sampled = TokenTree.chain(ROOT, torch.tensor([[1]]), log_q=torch.zeros(1, 2, 8))
     with pytest.raises(ValueError, match="deterministic drafts only"):

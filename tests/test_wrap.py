@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ import torch
 from transformers import PreTrainedModel
 
 import selfspec
+from selfspec import TokenTree
+from selfspec.tree import Resume
 from tests.families import tiny
 from tests.oracle import OracleDrafter, RandomTreeDrafter
+
+ONES, STATES = torch.ones(1, 1, dtype=torch.int64), torch.zeros(1, 2, 64)
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,7 @@ def model() -> Any:
         (lambda m: selfspec.wrap(m, drafter=selfspec.NGramDrafter), TypeError, "pass an instance"),
         (lambda m: selfspec.wrap(m, drafter=object()), TypeError, "without hidden_taps, draft"),
         (lambda m: selfspec.wrap(m, drafter=[]), ValueError, "has no drafter"),
+        (lambda m: selfspec.wrap(m, drafter=["ngram", "none"]), ValueError, "part of a list"),
         (lambda m: selfspec.wrap(m, drafter=None), TypeError, "drafter is a NoneType"),
         (lambda m: selfspec.wrap(m, max_draft=3), ValueError, "unknown option max_draft"),
         (lambda m: selfspec.wrap(m, max_draft_tokens=0), ValueError, "max_draft_tokens=0"),
@@ -49,7 +55,12 @@ def model() -> Any:
         ),
         (lambda m: selfspec.EarlyExitDrafter(0), ValueError, "exit_layer=0 must be at least 1"),
         (lambda m: selfspec.EarlyExitDrafter(1, 0), ValueError, "max_draft_tokens=0"),
+        (lambda m: selfspec.EarlyExitDrafter(1.5), TypeError, "exit_layer=1.5 must be an int"),
         (lambda m: selfspec.LayerSkipDrafter([1], 2, 1.5), ValueError, "confidence=1.5"),
+        (lambda m: selfspec.LayerSkipDrafter([1], 2, None), TypeError, "confidence=None"),
+        (lambda m: selfspec.LayerSkipDrafter(3), TypeError, "skip_set=3 must be a SkipSet"),
+        (lambda m: selfspec.SkipSet(mlp=["x"]), TypeError, "skip_set.mlp layer='x'"),
+        (lambda m: selfspec.wrap(m, max_draft_tokens=True), ValueError, "max_draft_tokens=True"),
     ],
 )
 def test_refusals(
@@ -80,6 +91,38 @@ def test_a_malformed_draft_is_refused_by_name(model: Any) -> None:
     assert selfspec.wrap(model).generate(**tiny.prompts(1), max_new_tokens=8).equal(plain)
 
 
+@pytest.mark.parametrize(
+    ("draft", "error", "message"),
+    [
+        (lambda s, b: None, TypeError, "draft returned a NoneType; it must return a TokenTree"),
+        (lambda s, b: [1, 2], TypeError, "draft returned a list"),
+        (
+            lambda s, b: replace(TokenTree.chain(s.root, ONES), resume=Resume(9, STATES)),
+            ValueError,
+            "resume.layer is 9; it must be in 1..4",
+        ),
+        (
+            lambda s, b: replace(TokenTree.chain(s.root, ONES), resume=Resume(2, STATES[:, :1])),
+            ValueError,
+            "resume.hidden is",
+        ),
+    ],
+)
+def test_other_malformed_drafts(model: Any, draft: Any, error: Any, message: str) -> None:
+    drafter = Malformed()
+    drafter.draft = draft  # type: ignore[method-assign]
+    spec = selfspec.wrap(model, drafter=drafter)
+    with pytest.raises(error, match=message):
+        spec.generate(**tiny.prompts(1), max_new_tokens=8)
+
+
+def test_taps_of_layers_that_do_not_exist(model: Any) -> None:
+    drafter = Malformed()
+    drafter.hidden_taps = (5,)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="hidden_taps of Malformed has 5"):
+        selfspec.wrap(model, drafter=drafter).generate(**tiny.prompts(1), max_new_tokens=8)
+
+
 def test_repr_and_log_line_say_what_runs(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="selfspec"):
         spec = selfspec.wrap(model)
@@ -99,8 +142,8 @@ def test_properties_are_the_models(model: Any) -> None:
     assert not hasattr(spec, "no_such_thing")
 
 
-def test_copies_follow_their_own_weights(model: Any) -> None:
-    prompt = tiny.prompts(1)
+def test_copies_follow_their_own_weights() -> None:
+    model, prompt = tiny.build("llama", seed=7), tiny.prompts(1)
     spec = selfspec.wrap(model, drafter="ngram")
     plain = spec.generate(**prompt, max_new_tokens=12)
     for other in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from selfspec.drafters.options import check_int, check_probability
 from selfspec.drafters.partial import draft_chain
 from selfspec.patch import LayerPlan
 
@@ -33,6 +34,7 @@ class EarlyExitDrafter:
         confidence: Stop a row's chain after a token whose draft probability was below this.
 
     Raises:
+        TypeError: If an option is of another type.
         ValueError: If a number is out of range; an `exit_layer` beyond the model's last layer is
             found when the drafter first meets the model.
     """
@@ -43,11 +45,10 @@ class EarlyExitDrafter:
     def __init__(
         self, exit_layer: int | None = None, max_draft_tokens: int = 4, confidence: float = 0.4
     ) -> None:
-        if exit_layer is not None and exit_layer < 1:
-            raise ValueError(
-                f"exit_layer={exit_layer} must be at least 1; it is a count of layers."
-            )
-        check_chain_options(max_draft_tokens, confidence)
+        if exit_layer is not None:
+            check_int("exit_layer", exit_layer, 1)
+        check_int("max_draft_tokens", max_draft_tokens, 1)
+        check_probability("confidence", confidence)
         self.exit_layer = exit_layer
         self.max_draft_tokens = max_draft_tokens
         self.confidence = confidence
@@ -78,11 +79,3 @@ class EarlyExitDrafter:
 
     def reset(self) -> None:
         """Nothing to forget."""
-
-
-def check_chain_options(max_draft_tokens: int, confidence: float) -> None:
-    """Refuse chain options that are out of range with a ValueError."""
-    if max_draft_tokens < 1:
-        raise ValueError(f"max_draft_tokens={max_draft_tokens} must be at least 1.")
-    if not 0 <= confidence <= 1:
-        raise ValueError(f"confidence={confidence} must be a probability, 0..1.")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from selfspec.drafters.early_exit import check_chain_options
+from selfspec.drafters.options import check_int, check_probability
 from selfspec.drafters.partial import draft_chain
 from selfspec.patch import LayerPlan
 
@@ -31,6 +31,14 @@ class SkipSet:
 
     attention: frozenset[int] = frozenset()
     mlp: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Take any iterable of layers; refuse what is no layer number with a TypeError."""
+        for name in ("attention", "mlp"):
+            layers = frozenset(getattr(self, name))
+            for layer in layers:
+                check_int(f"skip_set.{name} layer", layer, 0)
+            object.__setattr__(self, name, layers)
 
     @classmethod
     def layers(cls, indices: Iterable[int]) -> SkipSet:
@@ -57,6 +65,7 @@ class LayerSkipDrafter:
         confidence: Stop a row's chain after a token whose draft probability was below this.
 
     Raises:
+        TypeError: If an option is of another type.
         ValueError: If a number is out of range; layers the model does not have are found when the
             drafter first meets the model.
     """
@@ -70,8 +79,13 @@ class LayerSkipDrafter:
         max_draft_tokens: int = 4,
         confidence: float = 0.6,
     ) -> None:
-        check_chain_options(max_draft_tokens, confidence)
+        check_int("max_draft_tokens", max_draft_tokens, 1)
+        check_probability("confidence", confidence)
         if skip_set is not None and not isinstance(skip_set, SkipSet):
+            if not isinstance(skip_set, Iterable):
+                raise TypeError(
+                    f"skip_set={skip_set!r} must be a SkipSet or a list of layers, like [3, 5]."
+                )
             skip_set = SkipSet.layers(skip_set)
         self.skip_set = skip_set
         self.max_draft_tokens = max_draft_tokens

@@ -40,6 +40,8 @@ def resolve(drafter: str | Drafter | Sequence[str | Drafter]) -> tuple[Drafter, 
             )
         return _BY_NAME[drafter](), False
     if isinstance(drafter, Sequence):
+        if "none" in drafter:
+            raise ValueError("drafter='none' cannot be part of a list.")
         return CombinedDrafter([resolve(d)[0] for d in drafter]), False
     missing = [m for m in ("hidden_taps", "draft", "observe", "reset") if not hasattr(drafter, m)]
     if missing or isinstance(drafter, type):

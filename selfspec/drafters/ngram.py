@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from selfspec.drafters.options import check_int
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class NGramDrafter:
             others share what it leaves.
 
     Raises:
-        ValueError: If the numbers are out of range.
+        TypeError: If an option is no int.
+        ValueError: If one is too small, or `max_match` less than `min_match`.
 
     Example:
         History `a b c d ... x b c`: the longest suffix that occurred before is `b c`, followed by
@@ -43,13 +45,9 @@ class NGramDrafter:
     most_recent = 256  # matches of one length that are looked through for different candidates
 
     def __init__(self, min_match: int = 2, max_match: int = 8, max_candidates: int = 1) -> None:
-        if not 1 <= min_match <= max_match:
-            raise ValueError(
-                f"min_match={min_match} and max_match={max_match} must satisfy "
-                "1 <= min_match <= max_match."
-            )
-        if max_candidates < 1:
-            raise ValueError(f"max_candidates={max_candidates} must be at least 1.")
+        check_int("min_match", min_match, 1)
+        check_int("max_match", max_match, min_match)
+        check_int("max_candidates", max_candidates, 1)
         self.min_match = min_match
         self.max_match = max_match
         self.max_candidates = max_candidates

@@ -22,9 +22,9 @@ DRAFTERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "layer-skip": lambda answers: selfspec.LayerSkipDrafter([1, 2], confidence=0.2),
     "oracle": lambda answers: OracleDrafter(answers, 5, wrong_at=(0, 3, 1, 5)),
     "oracle-tree": lambda answers: OracleDrafter(answers, 4, wrong_at=(0, 3), branches=2),
+    "merged": lambda answers: [selfspec.NGramDrafter(1), selfspec.EarlyExitDrafter(1)],
     "random-tree": lambda answers: RandomTreeDrafter(),
 }
-CHAINS = ("ngram", "early-exit", "layer-skip", "oracle")
 
 
 def _check(name: str, drafter: str, batch: int, dtype: torch.dtype) -> None:
@@ -40,7 +40,9 @@ def _check(name: str, drafter: str, batch: int, dtype: torch.dtype) -> None:
     assert stats.fallbacks == 0
     assert stats.emitted == batch * NEW
     assert stats.drafted > 0
-    if drafter.startswith("oracle"):  # otherwise "inside an accepted block" was never tested
+    # Otherwise "inside an accepted block" was never tested. (Where only chains can be verified the
+    # tree is cut to its first one, which this oracle gets wrong.)
+    if drafter == "oracle" or (drafter == "oracle-tree" and name in tiny.TREE):
         assert stats.accepted > 0
         assert stats.forwards < NEW - 5
     assert stats.forwards <= NEW
@@ -60,7 +62,7 @@ def test_float64(name: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("drafter", CHAINS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("name", tiny.CHAIN_ONLY)
 def test_chain_only(name: str, drafter: str, batch: int) -> None:
     for dtype in (torch.float32, torch.float64):
