@@ -38,7 +38,7 @@ types: $(VENV)/.dev ## mypy on both packages
 	$(BIN)/mypy
 
 test-main: $(VENV)/.dev ## the tests that need no process of their own
-	$(PYTEST) -n $(WORKERS) -m "not interpret and not aot and not bench"
+	$(PYTEST) -n $(WORKERS) -m "not interpret and not aot"
 
 test-interpret: $(VENV)/.dev ## the kernels in Triton's interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpret tests/ops
@@ -52,8 +52,8 @@ test-floor: $(VENV)/floor/.installed ## families and generate against the oldest
 	PYTHONPATH="$(CURDIR)/$(VENV)/floor" $(PYTEST) -n $(WORKERS) tests/families \
 		tests/test_generate.py
 
-bench: $(VENV)/.dev ## measure, one process, no other load please
-	$(BIN)/python -m pytest -m bench tests/benchmarks $(ARGS)
+bench: $(VENV)/.dev ## measure on the demo model, some 20 minutes, no other load please
+	$(BIN)/python examples/benchmark_spine.py $(ARGS)
 
 clean: ## remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .benchmarks .mypy_cache .pytest_cache .ruff_cache
@@ -73,11 +73,11 @@ $(VENV)/torch.txt: FORCE | $(BIN)/python
 		echo "$(TORCH)" | cmp -s - $@ || echo "$(TORCH)" > $@; fi
 
 $(VENV)/.torch: $(VENV)/torch.txt
-	@! grep -q . $< || { set -x; $(PIP) install --requirement $<; }
+	@! grep -q . $< || { set -x; $(PIP) install --quiet --requirement $<; }
 	@touch $@
 
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml $(VENV)/.torch
-	$(PIP) install --constraint $(VENV)/torch.txt --editable '.[$*]'
+	$(PIP) install --quiet --constraint $(VENV)/torch.txt --editable '.[$*]'
 	@touch $@
 
 # With its dependencies: an older transformers asks for older companions, too.

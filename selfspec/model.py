@@ -335,7 +335,7 @@ class SpeculativeModel:
             with clock("prefill"):
                 if request.user_cache is not None:
                     cache.load(request.user_cache)
-                arguments = {**request.model_kwargs, request.cache_argument(architecture): cache}
+                arguments = {**request.model_kwargs, architecture.cache_argument: cache}
                 prompt = self._target.prefill(
                     lambda: self.model._prefill(request.input_ids, options, arguments),
                     cache,
@@ -370,7 +370,7 @@ class SpeculativeModel:
             sequences=sequences,
             scores=record.columns(record.scores, new, columns.pad) if sampler.keep_scores else None,
             logits=record.columns(record.logits, new, columns.pad) if sampler.keep_logits else None,
-            **{request.cache_argument(architecture): returned},
+            **{architecture.cache_argument: returned},
         )
 
     def _controller(self, request: Request) -> Controller:

@@ -78,11 +78,6 @@ class Request:
             return cache
         return None
 
-    @staticmethod
-    def cache_argument(architecture: Architecture) -> str:
-        """Name of the cache in this version of transformers."""
-        return architecture.cache_argument
-
     def obstacle(self, architecture: Architecture, training: bool) -> str | None:
         """Why this request must go to transformers' own loop, or None. Also settles `pads`."""
         config = self.generation_config

@@ -59,11 +59,9 @@ class StopRules:
         tokens = tokens[: state.limit - state.length[b]]
         for i, token in enumerate(tokens):
             length = state.length[b] + i + 1
-            if (
-                token in self.eos
-                or (self.max_length is not None and length >= self.max_length)
-                or (self.others and self._asked(state, b, tokens[: i + 1]))
-            ):
+            asked = self.others and self._asked(state, b, tokens[: i + 1])
+            at_end = self.max_length is not None and length >= self.max_length
+            if asked or at_end or token in self.eos:
                 self.stopped_at[b] = length
                 if self.pads_finished_rows or self.batch == 1:
                     return tokens[: i + 1]
@@ -71,8 +69,10 @@ class StopRules:
         return tokens
 
     def _asked(self, state: DecodeState, b: int, new: list[int]) -> bool:
+        # All of them, whatever the first one says: one may count its calls.
         row = state.prefix(b, new)[None]
-        return any(bool(c(row, None).all()) for c in self.others)
+        answers = [bool(c(row, None).all()) for c in self.others]
+        return any(answers)
 
     def freeze(self, state: DecodeState) -> None:
         """Mark the rows that need no more tokens."""

@@ -57,7 +57,7 @@ def resolve(drafter: str | Drafter | Sequence[str | Drafter]) -> tuple[Drafter, 
 def label(argument: object, drafter: Drafter) -> str:
     """How a wrapper names its drafter."""
     if isinstance(argument, str):
-        return "ngram" if argument == "auto" else argument
+        return "ngram (auto: the one that needs no training)" if argument == "auto" else argument
     if isinstance(drafter, CombinedDrafter):
         return " + ".join(type(d).__name__ for d in drafter.drafters)
     return type(drafter).__name__
