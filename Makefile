@@ -50,7 +50,7 @@ test-floor: $(VENV)/floor/.installed ## families and generate against the oldest
 	PYTHONPATH="$(CURDIR)/$(VENV)/floor" $(BIN)/python -c \
 		"import transformers as t; assert t.__version__ == '$(FLOOR)', t; print(t.__version__)"
 	PYTHONPATH="$(CURDIR)/$(VENV)/floor" $(PYTEST) -n $(WORKERS) tests/families \
-		tests/test_generate.py
+		tests/generate
 
 bench: $(VENV)/.dev ## measure on the demo model, some 20 minutes, no other load please
 	$(BIN)/python examples/benchmark_spine.py $(ARGS)
