@@ -58,7 +58,7 @@ def accept(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState
         return _walk(tree, logits, sampler, state, _Rejection(tree))
     if sampler.prefix_free:
         return _follow_choices(tree, logits, sampler, state)
-    return _walk(tree, logits, sampler, state, _Match())
+    return _walk(tree, logits, sampler, state, _Match(tree))
 
 
 def _follow_choices(
@@ -147,8 +147,8 @@ def _walk(
 class _Match:
     """Follow the target's own choice."""
 
-    def __init__(self) -> None:
-        self.rejected: dict[int, bool] | list[bool] = _Never()
+    def __init__(self, tree: TokenTree) -> None:
+        self.rejected = [False] * tree.batch
 
     def choose(
         self,
@@ -160,11 +160,6 @@ class _Match:
         counts: list[int],
     ) -> list[int]:
         return sampler.choose(scores[:, None], position)[:, 0].tolist()
-
-
-class _Never(dict[int, bool]):
-    def __missing__(self, key: int) -> bool:
-        return False
 
 
 class _Rejection:
