@@ -114,7 +114,7 @@ def _walk(
                 kept = logits.new_zeros(logits.shape, dtype=scores.dtype)
             kept[rows[active], at[active]] = scores[active]
         position = [p + len(path) - 1 for p, path in zip(state.positions(), paths, strict=True)]
-        chosen = rule.choose(scores, node, position, sampler, tokens, counts)
+        chosen = rule.choose(scores, node, position, sampler)
         still = []
         for b in active:
             child = next(
@@ -151,13 +151,7 @@ class _Match:
         self.rejected = [False] * tree.batch
 
     def choose(
-        self,
-        scores: Tensor,
-        node: list[int],
-        position: list[int],
-        sampler: Sampler,
-        tokens: list[list[int]],
-        counts: list[int],
+        self, scores: Tensor, node: list[int], position: list[int], sampler: Sampler
     ) -> list[int]:
         return sampler.choose(scores[:, None], position)[:, 0].tolist()
 
@@ -168,16 +162,11 @@ class _Rejection:
     def __init__(self, tree: TokenTree) -> None:
         assert tree.log_q is not None
         self.log_q = tree.log_q.float()
+        self.tokens, self.counts = tree.tokens.tolist(), tree.num_nodes.tolist()
         self.rejected: list[bool] = [False] * tree.batch
 
     def choose(
-        self,
-        scores: Tensor,
-        node: list[int],
-        position: list[int],
-        sampler: Sampler,
-        tokens: list[list[int]],
-        counts: list[int],
+        self, scores: Tensor, node: list[int], position: list[int], sampler: Sampler
     ) -> list[int]:
         sampler.draw_otherwise()
         batch = len(node)
@@ -185,10 +174,10 @@ class _Rejection:
         p = scores.softmax(-1)
         q = self.log_q.to(scores.device)[rows, torch.tensor(node, device=scores.device)].exp()
         # On a chain the child of node n is node n + 1; a leaf has nothing to accept.
-        has_child = torch.tensor([n + 1 < c for n, c in zip(node, counts, strict=True)])
+        has_child = torch.tensor([n + 1 < c for n, c in zip(node, self.counts, strict=True)])
         has_child = has_child.to(scores.device)
         child = torch.tensor(
-            [row[min(n + 1, len(row) - 1)] for row, n in zip(tokens, node, strict=True)],
+            [row[min(n + 1, len(row) - 1)] for row, n in zip(self.tokens, node, strict=True)],
             device=scores.device,
         )
         p_child, q_child = p[rows, child], q[rows, child]
