@@ -9,7 +9,6 @@ from .mutation import listed, load
 from .test_tree_attention import TOLERANCE, Case, build, hidden_fill
 from .trees import attention_oracle
 
-
 ATTENTION_CASES = [
     Case(66, (0, 70), queries=33, groups=3),
     Case(33, (0, 70), queries=20, groups=2, window=6),
