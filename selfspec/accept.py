@@ -72,11 +72,21 @@ def _follow_choices(
         )
     else:  # argmax of the raw logits; casting cannot change it
         scores, choices = None, sampler.choose(logits, [])
+    return follow(tree, choices, scores if sampler.keep_scores else None)
+
+
+def follow(tree: TokenTree, choices: Tensor, scores: Tensor | None = None) -> Acceptance:
+    """Walk along the target's choices, on the device.
+
+    Args:
+        tree: The draft.
+        choices: int64 [B, N], the target's choice after every node.
+        scores: What to return as `Acceptance.scores`.
+    """
     device = choices.device
-    kept = scores if sampler.keep_scores else None
     if tree.width == 1:  # nothing was drafted
         none = torch.zeros(tree.batch, dtype=torch.int32, device=device)
-        return Acceptance(none[:, None], none, choices[:, 0], kept)
+        return Acceptance(none[:, None], none, choices[:, 0], scores)
     path, num_accepted, next_token = tree_accept(
         tree.tokens.to(device),
         tree.parents.to(device),
@@ -84,7 +94,7 @@ def _follow_choices(
         choices,
         max_depth=tree.max_depth,
     )
-    return Acceptance(path, num_accepted, next_token, kept)
+    return Acceptance(path, num_accepted, next_token, scores)
 
 
 def _walk(

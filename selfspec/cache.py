@@ -124,13 +124,18 @@ class TreeCache(Cache):
         """Whether all rows have the same length."""
         return len(set(self.lengths)) == 1
 
-    def last_positions(self) -> list[int]:
-        """Position of the last token that each row can come to have.
+    def placement(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Committed tokens of every row, and the position of the last token it can come to have.
 
-        Nodes beyond it (padding, or drafts too long for their row) are never emitted, but must not
-        run off a table of learned positions either.
+        Nodes beyond that position (padding, or drafts too long for their row) are never emitted,
+        but must not run off a table of learned positions either.
+
+        Returns:
+            Two int32 [B] on `device`.
         """
-        return [self.longest - 1 - pad for pad in self.pads]
+        last = [self.longest - 1 - pad for pad in self.pads]
+        lengths = torch.tensor(self.lengths, dtype=torch.int32)
+        return lengths.to(device), torch.tensor(last, dtype=torch.int32).to(device)
 
     @property
     def filled_layers(self) -> list[TreeLayer]:
@@ -187,14 +192,18 @@ class TreeCache(Cache):
         if moved:
             prefix = torch.tensor(self.lengths, dtype=torch.int32)
             num_accepted = torch.tensor([max(count - 1, 0) for count in counts], dtype=torch.int32)
-            for device in {layer.device for layer in self.filled_layers}:
-                layers = [layer for layer in self.filled_layers if layer.device == device]
-                kv_commit(
-                    [layer.keys for layer in layers],
-                    [layer.values for layer in layers],
-                    *(t.to(device) for t in (path, num_accepted, prefix)),
-                )
+            self.move(path, num_accepted, prefix)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def move(self, path: Tensor, num_accepted: Tensor, prefix_len: Tensor) -> None:
+        """Move accepted nodes up against the prefix in every layer; see `kv_commit`."""
+        for device in {layer.device for layer in self.filled_layers}:
+            layers = [layer for layer in self.filled_layers if layer.device == device]
+            kv_commit(
+                [layer.keys for layer in layers],
+                [layer.values for layer in layers],
+                *(t.to(device) for t in (path, num_accepted, prefix_len)),
+            )
 
     def row(self, layer: TreeLayer, b: int) -> tuple[Tensor, Tensor]:
         """Committed keys and values of one row, each [K, length, D]."""

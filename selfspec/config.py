@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,18 @@ class SpecConfig:
         max_draft_tokens: Most draft tokens a row and step, the root not counted.
         off_switch: Stop drafting while measured time says that it does not pay. None: on for
             `drafter="auto"`, off for drafters that were asked for by name or given as objects.
+        cuda_graphs: "auto": on a CUDA device, verify, accept and commit are captured as one graph
+            per size of tree and replayed, where the model allows it. The cache they work on is
+            then kept between calls. False: never. True: as "auto", but a model that does not
+            allow it is refused; on other devices the same steps of fixed shape run uncaptured.
+        deterministic: Verify with attention whose order of summation does not depend on the rest
+            of the batch. Costs time at small batches on a GPU; CPUs and float64 ignore it.
     """
 
     max_draft_tokens: int = 31
     off_switch: bool | None = None
+    cuda_graphs: bool | Literal["auto"] = "auto"
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         """Check values.
@@ -36,6 +44,10 @@ class SpecConfig:
             )
         if self.off_switch not in (None, True, False):
             raise ValueError(f"off_switch={self.off_switch!r} must be True, False or None.")
+        if self.cuda_graphs not in ("auto", True, False):
+            raise ValueError(f'cuda_graphs={self.cuda_graphs!r} must be "auto", True or False.')
+        if self.deterministic not in (True, False):
+            raise ValueError(f"deterministic={self.deterministic!r} must be True or False.")
 
     def to_dict(self) -> dict[str, Any]:
         """All options and the version they were written by."""

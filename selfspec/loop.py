@@ -8,7 +8,7 @@ Miao et al. 2024 (SpecInfer), https://arxiv.org/abs/2305.09781.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 def speculate(
     state: DecodeState,
     prompt: TargetOutput,
+    verify: Callable[[TokenTree], TargetOutput],
     drafter: Drafter,
     controller: Controller,
     sampler: Sampler,
@@ -40,6 +41,7 @@ def speculate(
     Args:
         state: The prompt, its cache and the target.
         prompt: Target output after the prompt.
+        verify: Runs a tree through the target; may accept and commit keys and values as well.
         drafter: Proposes trees; a tree of the root alone makes a plain step.
         controller: Sets how many draft tokens a row may have.
         sampler: Processors, and whether to draw.
@@ -49,11 +51,10 @@ def speculate(
     Yields:
         One `Step` per target forward, the prefill first.
     """
-    taps = frozenset(drafter.hidden_taps)
     tree, output, is_prefill = TokenTree.root_only(state.root), prompt, True
     while True:
         with clock("accept"):
-            acceptance = accept(tree, output.logits, sampler, state)
+            acceptance = output.acceptance or accept(tree, output.logits, sampler, state)
         with clock("commit"):
             step = emit(tree, output, acceptance, state, stops, sampler, is_prefill)
             state.commit(step.tokens, None if is_prefill else acceptance, moved=step.moved)
@@ -71,4 +72,4 @@ def speculate(
             budget = min(controller.budget(state), state.max_draft_tokens)
             tree = propose(drafter, state, budget)
         with clock("verify"):
-            output, is_prefill = state.target.verify(tree, state.cache, taps), False
+            output, is_prefill = verify(tree), False

@@ -10,23 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation import GenerationMixin
 
-from selfspec.clock import Clock
 from selfspec.config import SpecConfig
 from selfspec.controller import Controller, FixedBudget, OffSwitch, StepCosts
+from selfspec.decode import Decoder
 from selfspec.drafters import CombinedDrafter, Drafter
 from selfspec.drafters.named import label, resolve
-from selfspec.loop import speculate
 from selfspec.metrics import SpecStats
 from selfspec.propose import check_taps
-from selfspec.record import Record
 from selfspec.request import Request
-from selfspec.sampling import Sampler
-from selfspec.state import DecodeState
 from selfspec.step import Step
-from selfspec.stopping import StopRules
-from selfspec.stream import ColumnStreamer, stream_steps
+from selfspec.stream import stream_steps
 from selfspec.target import Target
 
 if TYPE_CHECKING:
@@ -120,6 +115,7 @@ class SpeculativeModel:
         for drafter in drafters:
             if hasattr(drafter, "bind"):
                 drafter.bind(architecture)
+        self._decoder = Decoder(self._target, self.options)
         self._costs = StepCosts()
         self._drafter_lock = threading.Lock()
         self._warned: set[str] = set()
@@ -296,82 +292,11 @@ class SpeculativeModel:
         try:
             check_taps(drafter, self._target.architecture.num_layers)
             drafter.reset()
-            return self._speculate(request, shadow, drafter, streamer, stats, on_step)
+            controller = self._controller(request)
+            return self._decoder.decode(request, drafter, controller, streamer, stats, on_step)
         finally:
             release()
             self.stats.add(stats)
-
-    def _speculate(
-        self,
-        request: Request,
-        shadow: Any,
-        drafter: Drafter,
-        streamer: BaseStreamer | None,
-        stats: SpecStats,
-        on_step: Callable[[Step], None] | None,
-    ) -> Any:
-        options = request.generation_config
-        architecture = self._target.architecture
-        batch = request.batch
-        sampler = Sampler(
-            request.processors,
-            options.do_sample,
-            keep_scores=options.return_dict_in_generate and options.output_scores,
-            keep_logits=options.return_dict_in_generate and options.output_logits,
-        )
-        stops = StopRules(request.criteria, batch)
-        pad = options._pad_token_tensor
-        columns = ColumnStreamer(streamer, batch, 0 if pad is None else int(pad))
-        limit = stops.max_length or options.max_length
-        most = self.options.max_draft_tokens + 1
-        cache = architecture.new_cache(
-            batch,
-            reserve=request.slots + most + 64,
-            longest=request.slots + max(limit - request.input_ids.shape[1], 0),
-            extra=most,
-        )
-        clock, record = Clock(), Record(batch)
-        with self._target.ready():
-            with clock("prefill"):
-                if request.user_cache is not None:
-                    cache.load(request.user_cache)
-                arguments = {**request.model_kwargs, architecture.cache_argument: cache}
-                prompt = self._target.prefill(
-                    lambda: self.model._prefill(request.input_ids, options, arguments),
-                    cache,
-                    request.pads,
-                    frozenset(drafter.hidden_taps),
-                )
-            state = DecodeState(self._target, cache, request.input_ids, request.start, limit)
-            controller = self._controller(request)
-            try:
-                for step in speculate(state, prompt, drafter, controller, sampler, stops, clock):
-                    stats.count(step)
-                    record.add(step)
-                    ends = stops.last_length
-                    most_columns = None if ends is None else ends - state.prompt_length
-                    columns.put(step, state.frozen, most_columns)
-                    if on_step is not None:
-                        on_step(step)
-            finally:
-                columns.end()
-        length = stops.final_length(state)
-        sampler.finish(length - state.prompt_length)
-        sequences = state.sequences(length, columns.pad)
-        returned = None
-        if options.return_dict_in_generate or request.user_cache is not None:
-            config = self.model.config.get_text_config(decoder=True)
-            slots = request.slots + length - state.prompt_length - 1
-            returned = cache.export(slots, config, request.user_cache)
-        if not options.return_dict_in_generate:
-            return sequences
-        new = length - state.prompt_length
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=record.columns(record.scores, new, columns.pad) if sampler.keep_scores else None,
-            logits=record.columns(record.logits, new, columns.pad) if sampler.keep_logits else None,
-            **{architecture.cache_argument: returned},
-        )
 
     def _controller(self, request: Request) -> Controller:
         most = self.options.max_draft_tokens

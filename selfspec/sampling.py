@@ -95,6 +95,11 @@ class Sampler:
         self._noise: _Noise | None = None
         self._other_draws = False
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether a choice is nothing but the largest logit, and no scores are kept."""
+        return not (self.do_sample or self.processors or self.keep_scores)
+
     def scores(self, logits: Tensor) -> Tensor:
         """Processed float32 scores for rows of any prefix; `prefix_free` samplers only.
 
@@ -144,7 +149,7 @@ class Sampler:
             int64 [B, N], inside the vocabulary even if scores are NaN.
         """
         if not self.do_sample:
-            return _argmax(scores)
+            return argmax(scores)
         batch, _, vocab = scores.shape
         if self._noise is None:
             self._noise = _Noise(batch, vocab, scores)
@@ -162,7 +167,7 @@ class Sampler:
         blocks = torch.stack(
             [torch.stack([noise.at(t)[b] for t in row]) for b, row in enumerate(rows)]
         )
-        return _argmax(probabilities / blocks)
+        return argmax(probabilities / blocks)
 
     def release(self, state: DecodeState) -> None:
         """Forget noise of positions that every row has passed."""
@@ -179,8 +184,8 @@ class Sampler:
             self._noise.rewind(generated)
 
 
-def _argmax(scores: Tensor) -> Tensor:
-    """First maximum; torch's NaN-as-maximum keeps the index inside the vocabulary."""
+def argmax(scores: Tensor) -> Tensor:
+    """First maximum over the last dimension, always inside the vocabulary (NaN counts as one)."""
     return scores.max(dim=-1).indices  # on a CPU several times as fast as argmax
 
 

@@ -22,10 +22,14 @@ class TargetOutput:
         logits: [B, N, V] next-token logits after every node (N = 1 after the prefill).
         hidden: {layer: [B, N, C]} input of every tapped layer; layer L is the last layer's output.
             After the prefill N is the padded prompt length.
+        acceptance: What was accepted, where acceptance was part of the forward; else None.
+
+    `logits` may be overwritten by the next forward; whoever wants to keep them copies.
     """
 
     logits: Tensor
     hidden: dict[int, Tensor] = field(default_factory=dict)
+    acceptance: Acceptance | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +41,16 @@ class Acceptance:
         num_accepted: int32 [B], accepted draft tokens; `next_token` is not counted.
         next_token: int64 [B], the recovered or bonus token.
         scores: Processed float32 scores [B, N, V] the choice was made from, if they were asked for.
+        table: What the host reads of a step, if it is made already; see `step_table`.
+        in_place: Whether the cache has the accepted nodes where they belong.
     """
 
     path: Tensor
     num_accepted: Tensor
     next_token: Tensor
     scores: Tensor | None = None
+    table: Tensor | None = None
+    in_place: bool = False
 
 
 class DecodeState:

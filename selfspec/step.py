@@ -60,13 +60,14 @@ def emit(
     tokens, drafted, accepted, depths, moved = [], [], [], [], False
     scores: list[list[Tensor]] | None = [] if sampler.keep_scores else None
     logits: list[list[Tensor]] | None = [] if sampler.keep_logits else None
-    for b, (count, next_token, num_nodes, depth, *rest) in enumerate(_table(tree, acceptance)):
+    for b, (count, next_token, num_nodes, depth, *rest) in enumerate(_rows(tree, acceptance)):
         walked, walked_tokens = rest[:width], rest[width:]
         new: list[int] = []
         if not state.frozen[b]:
             new = stops.cut(state, b, [*walked_tokens[1 : count + 1], next_token])
         kept = min(count, max(len(new) - 1, 0)) if not is_prefill else 0
-        moved = moved or walked[1 : kept + 1] != list(range(1, kept + 1))
+        if not acceptance.in_place:
+            moved = moved or walked[1 : kept + 1] != list(range(1, kept + 1))
         tokens.append(new)
         drafted.append(num_nodes - 1)
         accepted.append(min(count, len(new)))
@@ -89,11 +90,23 @@ def emit(
     )
 
 
-def _table(tree: TokenTree, acceptance: Acceptance) -> list[list[int]]:
-    """A row's num_accepted, next_token, nodes, draft depth, path, and tokens along the path."""
-    path, device = acceptance.path, acceptance.path.device
+def _rows(tree: TokenTree, acceptance: Acceptance) -> list[list[int]]:
+    if acceptance.table is not None:
+        rows: list[list[int]] = acceptance.table.tolist()
+        return rows
     if tree.width == 1:
         return [[0, token, 1, 0, 0, -1] for token in acceptance.next_token.tolist()]
+    return step_table(tree, acceptance).tolist()
+
+
+def step_table(tree: TokenTree, acceptance: Acceptance) -> Tensor:
+    """What the host reads of a step, in one tensor.
+
+    Returns:
+        int64 [B, 4 + 2 P] with P columns of `path`: num_accepted, next_token, nodes, draft depth,
+        the path, and the tokens along it.
+    """
+    path, device = acceptance.path, acceptance.path.device
     nodes = torch.arange(tree.width, device=device) < tree.num_nodes.to(device)[:, None]
     columns = [
         acceptance.num_accepted[:, None],
@@ -103,4 +116,4 @@ def _table(tree: TokenTree, acceptance: Acceptance) -> list[list[int]]:
         path,
         tree.tokens.to(device).gather(1, path.clamp(min=0).long()),
     ]
-    return torch.cat(columns, dim=1).tolist()
+    return torch.cat(columns, dim=1)

@@ -157,10 +157,9 @@ class Target:
         arguments: dict[str, Any] = {architecture.cache_argument: cache}
         if architecture.takes_position_ids:
             depth = tree.depth.to(device)
-            prefix_len = torch.tensor(cache.lengths, dtype=torch.int32).to(device)
+            prefix_len, last = cache.placement(device)
             positions = prefix_len[:, None] + depth[:, -count:] + position_shift
-            last = torch.tensor(cache.last_positions()).to(device)
-            arguments["position_ids"] = torch.minimum(positions, last[:, None])
+            arguments["position_ids"] = torch.minimum(positions, last[:, None]).long()
         if architecture.support == "tree":
             if tree.width == 1 and cache.is_even:
                 # A step of plain decoding: bit for bit what `generate` would compute.

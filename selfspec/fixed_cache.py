@@ -1,0 +1,97 @@
+"""A tree cache that stays in place and whose bookkeeping lies on the device.
+
+That is what a step needs to be captured as a CUDA graph: the same addresses and shapes at every
+replay, whatever the lengths of the rows. Every layer sees all slots; visibility is left to the
+layout of the tree, which reads the lengths where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from selfspec.cache import TreeCache
+
+
+class FixedCache(TreeCache):
+    """A `TreeCache` that outlives requests.
+
+    Attributes:
+        prefix_len: int32 [B], `lengths` on the device.
+        last: int32 [B], last position of every row, see `placement`.
+        generation: Counts how often the slots have moved because there had to be more of them.
+
+    Args:
+        num_layers: L.
+        batch: B.
+        capacity: Slots of a row.
+        extra: The last so many slots are for the nodes of trees alone.
+        device: Where the bookkeeping lies: the device of all layers.
+    """
+
+    is_even = False  # the lengths may differ at the next replay
+
+    def __init__(
+        self, num_layers: int, batch: int, *, capacity: int, extra: int, device: torch.device
+    ) -> None:
+        super().__init__(num_layers, batch, reserve=capacity, longest=capacity - extra, extra=extra)
+        self.extra = extra
+        self.generation = 0
+        # They outlive a user's `torch.inference_mode()`.
+        with torch.inference_mode(False):
+            self.prefix_len = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.last = torch.zeros(batch, dtype=torch.int32, device=device)
+            self.rows = torch.arange(batch, device=device)[:, None]
+
+    def restart(self, longest: int) -> None:
+        """Forget a request. What its tokens left in the slots is never visible again.
+
+        Args:
+            longest: Slots that the longest sequence of the next request can come to fill.
+        """
+        self.longest = longest
+        self.window = None
+        for layer in self.layers:
+            layer.filled = 0
+
+    @property
+    def bound(self) -> int:
+        """Most committed tokens that a row can have as things are."""
+        return self.capacity - self.extra
+
+    @property
+    def width(self) -> int:
+        """`bound`: what is known of the lengths without reading them."""
+        return self.bound
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots; what was captured before is void then."""
+        if slots > self.capacity:
+            self.capacity = max(slots, 2 * self.capacity)
+            self.generation += 1
+
+    def settle(self, pads: list[int]) -> None:
+        """End the prefill; see `TreeCache.settle`."""
+        super().settle(pads)
+        last = [self.longest - 1 - pad for pad in pads]
+        self.last.copy_(torch.tensor(last, dtype=torch.int32))
+        self._tell()
+
+    def placement(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """As `TreeCache.placement`; the tensors stay, their content follows `commit`."""
+        return self.prefix_len, self.last
+
+    def open(self, offset: int, count: int) -> None:
+        """Direct the next writes to nodes offset..offset+count-1 of every row."""
+        self.reserve(max(self.lengths) + max(self.extra, offset + count))
+        nodes = torch.arange(offset, offset + count, device=self.prefix_len.device)
+        slots = self.prefix_len[:, None] + nodes
+        self.window = (self.capacity - count, self.capacity, slots)
+
+    def commit(self, path: Tensor, counts: list[int], moved: bool) -> None:
+        """Keep the root and the accepted nodes of every row; see `TreeCache.commit`."""
+        super().commit(path, counts, moved)
+        self._tell()
+
+    def _tell(self) -> None:
+        self.prefix_len.copy_(torch.tensor(self.lengths, dtype=torch.int32), non_blocking=True)
