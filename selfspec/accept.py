@@ -5,8 +5,9 @@ rules here are lossless:
 
 * greedy, and sampling with deterministic drafts: the target makes its own choice after every node,
   and the walk follows it as long as it is drafted;
-* sampling with a sampled chain (`log_q`): rejection sampling, Leviathan et al. 2023, Algorithm 1,
-  https://arxiv.org/abs/2211.17192.
+* sampling with drafts that were drawn (`log_q`): traversal verification, Weng et al. 2025,
+  https://arxiv.org/abs/2505.12398, which on a chain is block verification, or rejection sampling
+  round by round; see `selfspec_kernels.tree_accept_sampled`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from selfspec_kernels import tree_accept
+from selfspec_kernels import row_stats, tree_accept, tree_accept_sampled
 from torch import Tensor
 
+from selfspec.sampling import argmax
 from selfspec.state import Acceptance
+from selfspec.topology import ancestor_mask
 
 if TYPE_CHECKING:
     from selfspec.sampling import Sampler
@@ -31,47 +34,38 @@ def accept(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState
     Args:
         tree: The draft; `log_q` is None unless its tokens were drawn.
         logits: [B, N, V] target logits after every node.
-        sampler: Processors, and whether to draw.
+        sampler: Processors, whether to draw, and the rule for drawn drafts.
         state: For the prefixes of the nodes and the positions of their noise.
 
     Returns:
         Path, count and next token of every row.
 
     Raises:
-        ValueError: If `logits` and `tree` disagree on B or N, or a sampled draft branches.
+        ValueError: If `logits` and `tree` disagree on B, N or V.
     """
     if logits.shape[:2] != tree.tokens.shape:
         raise ValueError(
             f"logits are {tuple(logits.shape)} for a tree of {tuple(tree.tokens.shape)} nodes."
         )
-    if sampler.do_sample and tree.log_q is not None:
-        if not tree.is_chain:
-            raise ValueError(
-                "log_q was given for a tree with branches; sampled drafts must be chains "
-                "(leave log_q out for deterministic trees)."
-            )
-        if tree.log_q.shape[-1] != logits.shape[-1]:
-            raise ValueError(
-                f"log_q is over {tree.log_q.shape[-1]} tokens, the model's logits over "
-                f"{logits.shape[-1]}."
-            )
-        return _walk(tree, logits, sampler, state, _Rejection(tree))
+    # A processor that remembers its calls must not be shown paths that are not taken. Following
+    # the target's own draws instead is as lossless for drafts that were drawn, it accepts less.
+    if sampler.do_sample and tree.log_q is not None and not sampler.stateful:
+        return _reject(tree, logits, sampler, state)
     if sampler.prefix_free:
         return _follow_choices(tree, logits, sampler, state)
-    return _walk(tree, logits, sampler, state, _Match(tree))
+    return _walk(tree, logits, sampler, state)
 
 
 def _follow_choices(
     tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState
 ) -> Acceptance:
     """All choices at once, then one walk on the device."""
-    if sampler.do_sample or sampler.processors or sampler.keep_scores:
-        scores = sampler.scores(logits)
-        choices = sampler.choose(
-            scores, torch.tensor(state.positions())[:, None] + tree.depth.cpu()
-        )
-    else:  # argmax of the raw logits; casting cannot change it
-        scores, choices = None, sampler.choose(logits, [])
+    if sampler.is_argmax:
+        return follow(tree, argmax(logits))  # casting the logits could not change it
+    scores = sampler.scores(logits)
+    positions = state.positions()
+    at = torch.tensor(positions).to(logits.device)[:, None] + tree.depth.to(logits.device)
+    choices = sampler.choose(scores, at, range(min(positions), max(positions) + tree.max_depth + 1))
     return follow(tree, choices, scores if sampler.keep_scores else None)
 
 
@@ -97,14 +91,63 @@ def follow(tree: TokenTree, choices: Tensor, scores: Tensor | None = None) -> Ac
     return Acceptance(path, num_accepted, next_token, scores)
 
 
-def _walk(
-    tree: TokenTree,
-    logits: Tensor,
-    sampler: Sampler,
-    state: DecodeState,
-    rule: _Match | _Rejection,
-) -> Acceptance:
-    """One depth at a time, for processors that need the prefix and rules that need q.
+def _reject(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState) -> Acceptance:
+    """The rules that weigh p against q, on the device."""
+    assert tree.log_q is not None
+    if tree.log_q.shape[-1] != logits.shape[-1]:
+        raise ValueError(
+            f"log_q is over {tree.log_q.shape[-1]} tokens, the model's logits over "
+            f"{logits.shape[-1]}."
+        )
+    device = logits.device
+    if sampler.prefix_free:
+        scores = sampler.scores(logits)
+    else:
+        scores = _scores_of_nodes(tree, logits, sampler, state)
+    path, num_accepted, next_token = tree_accept_sampled(
+        tree.tokens.to(device),
+        tree.parents.to(device),
+        tree.ancestors.to(device),
+        tree.depth.to(device),
+        tree.num_nodes.to(device),
+        scores,
+        row_stats(scores).logsumexp,
+        tree.log_q.to(device, torch.float32),
+        seed=sampler.seeds(tree.batch).to(device),
+        position=torch.tensor(state.positions(), dtype=torch.int32).to(device),
+        max_depth=tree.max_depth,
+        max_children=tree.max_children,
+        rule=sampler.rule,
+    )
+    return Acceptance(path, num_accepted, next_token, scores if sampler.keep_scores else None)
+
+
+def _scores_of_nodes(
+    tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState
+) -> Tensor:
+    """Processed scores [B, N, V], every node after its own prefix."""
+    counts = tree.num_nodes.tolist()
+    live = [b for b in range(tree.batch) if not state.frozen[b]]
+    bits = ancestor_mask(tree.ancestors, tree.width).cpu()
+    tokens = tree.tokens.cpu()
+    prefixes = [state.prefix(b) for b in range(tree.batch)]
+    scores: Tensor | None = None
+    for n in range(tree.width):
+        active = [b for b in live if n < counts[b]]
+        if not active:
+            continue
+        # Nodes come after their ancestors, so a mask picks the path in order; the root is known.
+        paths = [tokens[b, 1:][bits[b, n, 1:]].to(prefixes[b].device) for b in range(tree.batch)]
+        after = [torch.cat(pair) for pair in zip(prefixes, paths, strict=True)]
+        processed = sampler.scores_after(logits[:, n], after, active)
+        if scores is None:
+            scores = processed.new_zeros(*logits.shape[:2], processed.shape[-1])
+        scores[active, n] = processed[active]
+    return logits.float() if scores is None else scores
+
+
+def _walk(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState) -> Acceptance:
+    """Follow the target's own choices one depth at a time, for processors that need the prefix.
 
     Every emitted token costs one call of the processors, with the prefix that plain `generate`
     would pass; for one sequence even a processor that keeps a state sees the calls it expects.
@@ -124,7 +167,9 @@ def _walk(
                 kept = logits.new_zeros(logits.shape, dtype=scores.dtype)
             kept[rows[active], at[active]] = scores[active]
         position = [p + len(path) - 1 for p, path in zip(state.positions(), paths, strict=True)]
-        chosen = rule.choose(scores, node, position, sampler)
+        where = torch.tensor(position, device=scores.device)[:, None]
+        span = range(min(position), max(position) + 1)
+        chosen = sampler.choose(scores[:, None], where, span)[:, 0].tolist()
         still = []
         for b in active:
             child = next(
@@ -135,7 +180,7 @@ def _walk(
                 ),
                 None,
             )
-            if child is None or rule.rejected[b]:
+            if child is None:
                 next_token[b] = chosen[b]
                 continue
             node[b] = child
@@ -152,50 +197,3 @@ def _walk(
         torch.tensor(next_token, dtype=torch.int64, device=device),
         kept,
     )
-
-
-class _Match:
-    """Follow the target's own choice."""
-
-    def __init__(self, tree: TokenTree) -> None:
-        self.rejected = [False] * tree.batch
-
-    def choose(
-        self, scores: Tensor, node: list[int], position: list[int], sampler: Sampler
-    ) -> list[int]:
-        return sampler.choose(scores[:, None], position)[:, 0].tolist()
-
-
-class _Rejection:
-    """Accept a drawn token with probability min(1, p / q), else draw from norm(max(p - q, 0))."""
-
-    def __init__(self, tree: TokenTree) -> None:
-        assert tree.log_q is not None
-        self.log_q = tree.log_q.float()
-        self.tokens, self.counts = tree.tokens.tolist(), tree.num_nodes.tolist()
-        self.rejected: list[bool] = [False] * tree.batch
-
-    def choose(
-        self, scores: Tensor, node: list[int], position: list[int], sampler: Sampler
-    ) -> list[int]:
-        sampler.draw_otherwise()
-        batch = len(node)
-        rows = torch.arange(batch, device=scores.device)
-        p = scores.softmax(-1)
-        q = self.log_q.to(scores.device)[rows, torch.tensor(node, device=scores.device)].exp()
-        # On a chain the child of node n is node n + 1; a leaf has nothing to accept.
-        has_child = torch.tensor([n + 1 < c for n, c in zip(node, self.counts, strict=True)])
-        has_child = has_child.to(scores.device)
-        child = torch.tensor(
-            [row[min(n + 1, len(row) - 1)] for row, n in zip(self.tokens, node, strict=True)],
-            device=scores.device,
-        )
-        p_child, q_child = p[rows, child], q[rows, child]
-        coin = torch.rand(batch, device=scores.device)
-        # Strict: with u = 0 a token of probability 0 must not pass.
-        accepted = has_child & (coin * q_child < p_child)
-        residual = (p - q).clamp_(min=0)
-        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
-        drawn = torch.multinomial(torch.where(has_child[:, None], residual, p), 1)[:, 0]
-        self.rejected = (~accepted).tolist()
-        return torch.where(accepted, child, drawn).tolist()

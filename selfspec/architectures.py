@@ -19,6 +19,7 @@ from transformers.generation import GenerationMixin
 
 from selfspec.attention import PREFIX, register_over
 from selfspec.cache import AlignedCache, TreeCache
+from selfspec.readout import Readout, find_readout
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Architecture:
         max_positions: Positions the model was made for.
         support: "tree", "chain" or "none".
         reason: Why not more.
+        readout: From the last layer's output to draft tokens without the model's own head, or None.
     """
 
     layers: list[nn.Module]
@@ -69,6 +71,7 @@ class Architecture:
     max_positions: int
     support: Support = "none"
     reason: str = ""
+    readout: Readout | None = None
 
     @property
     def num_layers(self) -> int:
@@ -137,11 +140,18 @@ def measure(target: Target) -> Architecture:
         target: The model with its description; its weights are only read.
 
     Returns:
-        The description with `support`, `reason` and `attention_names` settled.
+        The description with `support`, `reason`, `attention_names` and `readout` settled.
     """
     found = target.architecture
     if found.reason:
         return found
+    settled = _measure_support(target, found)
+    if settled.support == "none":
+        return settled
+    return replace(settled, readout=_measure_readout(target, settled))
+
+
+def _measure_support(target: Target, found: Architecture) -> Architecture:
     if found.takes_position_ids:
         error = ""
         for names in [found.attention_names, []] if found.attention_names else [[]]:
@@ -221,6 +231,24 @@ def _chain_fault(target: Target, candidate: Architecture) -> str:
                 where = f" {slots} slots further on" if slots else ""
                 return f"logits{where} differ by {error:.2g}"
     return ""
+
+
+def _measure_readout(target: Target, settled: Architecture) -> Readout | None:
+    """The readout that reproduces the logits of a chain, here at the very beginning of a text."""
+    if not settled.takes_logits_to_keep:
+        logger.debug("drafts are read from the model's own logits: it always computes them.")
+        return None
+    tokens, last = _ids([*_PROMPT, *_TREE], target), settled.num_layers
+    try:
+        with target.using(settled):
+            cache = settled.new_cache(1, reserve=32, longest=1 << 20)
+            cache.settle([0])
+            chain = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
+            output = target.verify(chain, cache, frozenset({last}))
+        return find_readout(target.model, settled.layers, output.hidden[last][0], output.logits[0])
+    except Exception:
+        logger.debug("drafts are read from the model's own logits", exc_info=True)
+        return None
 
 
 def _verify(target: Target, tree: TokenTree, shift: int = 0, slots: int = 0) -> Tensor:

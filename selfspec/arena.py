@@ -28,8 +28,6 @@ def graph_obstacle(architecture: Architecture, model: nn.Module) -> str | None:
     """Why the steps of a model cannot have fixed shapes, or None."""
     if architecture.support != "tree":
         return "it verifies chains only"
-    if not architecture.attention_names:
-        return "it does not take its attention from transformers' interface"
     if len({p.device for p in model.parameters()}) > 1:
         return "it is spread over several devices"
     return None

@@ -35,11 +35,15 @@ class TreeContext:
     Args:
         layout: Where the nodes are and who sees whom.
         windows: Sliding window by layer type; 0 is full attention.
+        deterministic: Whether sums may not depend on the rest of the batch.
     """
 
-    def __init__(self, layout: TreeLayout, windows: dict[str, int]) -> None:
+    def __init__(
+        self, layout: TreeLayout, windows: dict[str, int], deterministic: bool = False
+    ) -> None:
         self.layout = layout
         self.windows = windows
+        self.deterministic = deterministic
         self.calls = 0
 
     def mask_argument(self) -> Tensor | dict[str, Tensor]:
@@ -118,6 +122,7 @@ def _over(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             softcap=kwargs.get("softcap") or 0.0 if honours_extras else 0.0,
             window=context.window(attention_mask),
             sinks=kwargs.get("s_aux") if honours_extras else None,
+            deterministic=context.deterministic,
         )
         return out.transpose(1, 2).contiguous(), None
 

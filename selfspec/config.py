@@ -22,6 +22,9 @@ class SpecConfig:
             per size of tree and replayed, where the model allows it. The cache they work on is
             then kept between calls. False: never. True: as "auto", but a model that does not
             allow it is refused; on other devices the same steps of fixed shape run uncaptured.
+        acceptance: Rule for drafts that were drawn (`log_q`); both are lossless. "traversal" is
+            traversal verification, block verification on a chain; "multiround" is rejection
+            sampling token by token and sibling by sibling, which accepts no more.
         deterministic: Verify with attention whose order of summation does not depend on the rest
             of the batch. Costs time at small batches on a GPU; CPUs and float64 ignore it.
     """
@@ -29,6 +32,7 @@ class SpecConfig:
     max_draft_tokens: int = 31
     off_switch: bool | None = None
     cuda_graphs: bool | Literal["auto"] = "auto"
+    acceptance: Literal["traversal", "multiround"] = "traversal"
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +50,8 @@ class SpecConfig:
             raise ValueError(f"off_switch={self.off_switch!r} must be True, False or None.")
         if self.cuda_graphs not in ("auto", True, False):
             raise ValueError(f'cuda_graphs={self.cuda_graphs!r} must be "auto", True or False.')
+        if self.acceptance not in ("traversal", "multiround"):
+            raise ValueError(f'acceptance={self.acceptance!r} must be "traversal" or "multiround".')
         if self.deterministic not in (True, False):
             raise ValueError(f"deterministic={self.deterministic!r} must be True or False.")
 

@@ -89,6 +89,7 @@ class Decoder:
             options.do_sample,
             keep_scores=options.return_dict_in_generate and options.output_scores,
             keep_logits=options.return_dict_in_generate and options.output_logits,
+            rule=self.options.acceptance,
         )
         stops = StopRules(request.criteria, batch)
         pad = options._pad_token_tensor

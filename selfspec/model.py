@@ -100,7 +100,7 @@ class SpeculativeModel:
         logger.info("%s", self)
 
     def _prepare(self) -> None:
-        self._target = Target(self.model)
+        self._target = Target(self.model, self.options.deterministic)
         architecture = self._target.architecture
         name = type(self.model).__name__
         if architecture.support == "none":

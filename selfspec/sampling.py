@@ -9,9 +9,11 @@ seed, whatever was drafted, and the generator is left where plain `generate` wou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from selfspec_kernels import keep_mask, row_stats
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
@@ -63,6 +65,14 @@ _STATELESS = (
     ),
 )
 
+# Warpers that `row_stats` stands for, with the name of its argument and of their attribute.
+_FILTERS = {
+    hf.TemperatureLogitsWarper: "temperature",
+    hf.TopKLogitsWarper: "top_k",
+    hf.TopPLogitsWarper: "top_p",
+    hf.MinPLogitsWarper: "min_p",
+}
+
 
 def stateful_processor(processors: hf.LogitsProcessorList) -> str | None:
     """Name of the first processor that may remember earlier calls, or None."""
@@ -77,6 +87,7 @@ class Sampler:
         do_sample: Draw, or take the maximum.
         keep_scores: Whether the scores that choices are made from will be returned.
         keep_logits: Whether the logits under them will be.
+        rule: Which of two lossless rules takes drafts that were drawn; see `SpecConfig`.
     """
 
     def __init__(
@@ -86,14 +97,18 @@ class Sampler:
         *,
         keep_scores: bool = False,
         keep_logits: bool = False,
+        rule: Literal["traversal", "multiround"] = "traversal",
     ) -> None:
+        self.rule: Literal["traversal", "multiround"] = rule
+        self.stateful = stateful_processor(processors) is not None
         self.processors = processors
         self.do_sample = do_sample
         self.keep_scores = keep_scores
         self.keep_logits = keep_logits
         self.prefix_free = all(type(p) in _PREFIX_FREE for p in processors)
+        self._fused = _fused_filters(processors)
         self._noise: _Noise | None = None
-        self._other_draws = False
+        self._seeds: Tensor | None = None
 
     @property
     def is_argmax(self) -> bool:
@@ -106,6 +121,10 @@ class Sampler:
         Args:
             logits: [..., V].
         """
+        if self._fused is not None and on_kernels(logits):
+            filters, temperature = self._fused, self._fused.get("temperature", 1.0)
+            kept = keep_mask(logits, row_stats(logits, **filters), temperature)
+            return (logits.float() / temperature).masked_fill_(~kept, float("-inf"))
         rows = logits.float().reshape(-1, logits.shape[-1])
         if self.processors:
             no_ids = torch.empty(rows.shape[0], 0, dtype=torch.int64, device=rows.device)
@@ -137,13 +156,13 @@ class Sampler:
         assert result is not None
         return result
 
-    def choose(self, scores: Tensor, position: list[int] | Tensor) -> Tensor:
+    def choose(self, scores: Tensor, position: Tensor, span: range) -> Tensor:
         """The target's choice for rows of scores.
 
         Args:
             scores: [B, N, V] processed scores.
-            position: How many tokens row b, or node n of row b, comes after the prompt: [B] or
-                [B, N].
+            position: int64 [B, N], how many tokens a node comes after the prompt.
+            span: Holds all of them; known on the host.
 
         Returns:
             int64 [B, N], inside the vocabulary even if scores are NaN.
@@ -153,40 +172,66 @@ class Sampler:
         batch, _, vocab = scores.shape
         if self._noise is None:
             self._noise = _Noise(batch, vocab, scores)
-        position = torch.as_tensor(position)
-        if position.ndim == 1:
-            position = position[:, None].expand(batch, scores.shape[1])
-        rows = position.tolist()
         noise = self._noise
         probabilities = scores.softmax(-1)
         if probabilities.is_cpu and not bool(probabilities.sum(-1).isfinite().all()):
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        low = min(map(min, rows))
-        for t in range(low, max(map(max, rows)) + 1):
-            noise.at(t)
-        blocks = torch.stack(
-            [torch.stack([noise.at(t)[b] for t in row]) for b, row in enumerate(rows)]
-        )
-        return argmax(probabilities / blocks)
+        blocks = torch.stack([noise.at(t) for t in span])
+        rows = torch.arange(batch, device=scores.device)[:, None]
+        return argmax(probabilities / blocks[position - span.start, rows])
+
+    def seeds(self, batch: int) -> Tensor:
+        """int64 [B], the random keys of a request's rows, on the CPU; drawn when first asked for.
+
+        A rule with random numbers of its own cannot leave the generator where plain `generate`
+        would.
+        """
+        if self._seeds is None:
+            self._seeds = torch.randint(1 << 62, (batch,))
+        return self._seeds
 
     def release(self, state: DecodeState) -> None:
         """Forget noise of positions that every row has passed."""
         if self._noise is not None:
             self._noise.forget(min(state.positions()))
 
-    def draw_otherwise(self) -> None:
-        """Note that a rule draws from the generator in its own way: it cannot be put back."""
-        self._other_draws = True
-
     def finish(self, generated: int) -> None:
         """Leave the generator where plain `generate` would after `generated` tokens."""
-        if self._noise is not None and not self._other_draws:
+        if self._noise is not None and self._seeds is None:
             self._noise.rewind(generated)
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """First maximum over the last dimension, always inside the vocabulary (NaN counts as one)."""
+    """First maximum over the last dimension, always inside the vocabulary."""
+    if on_kernels(scores):
+        return row_stats(scores).argmax
     return scores.max(dim=-1).indices  # on a CPU several times as fast as argmax
+
+
+def on_kernels(logits: Tensor) -> bool:
+    """Whether rows are reduced by a kernel; on a CPU transformers' own warpers are as good."""
+    return logits.is_cuda
+
+
+def _fused_filters(processors: hf.LogitsProcessorList) -> dict[str, Any] | None:
+    """Arguments of `row_stats` that stand for all of `processors`, or None.
+
+    Only for what `generate` itself makes of `temperature`, `top_k`, `top_p` and `min_p`, in its
+    order.
+    """
+    filters: dict[str, Any] = {}
+    left = list(_FILTERS)
+    for processor in processors:
+        kind = type(processor)
+        if kind not in left:
+            return None
+        del left[: left.index(kind) + 1]  # each once, and none after a later one
+        if getattr(processor, "filter_value", -math.inf) != -math.inf:
+            return None
+        if getattr(processor, "min_tokens_to_keep", 1) != 1:
+            return None
+        filters[_FILTERS[kind]] = getattr(processor, _FILTERS[kind])
+    return filters or None
 
 
 class _Noise:

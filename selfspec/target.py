@@ -29,10 +29,12 @@ class Target:
 
     Args:
         model: A transformers decoder. It is probed by a few forwards over a handful of tokens.
+        deterministic: See `SpecConfig`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, deterministic: bool = False) -> None:
         self.model = model
+        self.deterministic = deterministic
         self.attention_calls = 0
         self.architecture = describe(model)
         with torch.no_grad(), _evaluating(model):
@@ -168,7 +170,7 @@ class Target:
                 ancestors = tree.ancestors[:, -count:].to(device)
                 layout = TreeLayout(ancestors, depth, prefix_len, cache.width)
                 if architecture.attention_names:
-                    context = TreeContext(layout, architecture.windows)
+                    context = TreeContext(layout, architecture.windows, self.deterministic)
                     arguments["attention_mask"] = context.mask_argument()
                 else:
                     arguments["attention_mask"] = self._masks(layout, cache)

@@ -31,3 +31,9 @@ def chain_topology(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Te
     with torch.inference_mode(False):
         depth = torch.arange(nodes, dtype=torch.int32, device=device)[None]
         return depth - 1, depth, torch.tensor([bits], dtype=torch.int64, device=device)
+
+
+def ancestor_mask(ancestors: Tensor, nodes: int) -> Tensor:
+    """Packed bits [..., W] as bool [..., N]."""
+    shifts = torch.arange(WORD_BITS, dtype=torch.int64, device=ancestors.device)
+    return ((ancestors[..., None] >> shifts) & 1).bool().flatten(-2)[..., :nodes]

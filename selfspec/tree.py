@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -95,6 +96,14 @@ class TokenTree:
         if self.max_nodes < 0:
             object.__setattr__(self, "max_nodes", int(self.num_nodes.max()))
 
+    @cached_property
+    def max_children(self) -> int:
+        """Most children of a node (reads the device, unless the tree was made as a chain)."""
+        live = torch.arange(self.width, device=self.parents.device) < self.num_nodes[:, None]
+        parents = torch.where(live, self.parents, -1).long() + 1
+        counts = parents.new_zeros(self.batch, self.width + 1)
+        return int(counts.scatter_add_(1, parents, torch.ones_like(parents))[:, 1:].max())
+
     @property
     def batch(self) -> int:
         """B, the number of sequences."""
@@ -158,7 +167,7 @@ class TokenTree:
         full = num_nodes is None
         if num_nodes is None:
             num_nodes = torch.full((batch,), nodes, dtype=torch.int32, device=tokens.device)
-        return cls(
+        made = cls(
             tokens=tokens,
             parents=parents.expand(batch, -1),
             depth=depth.expand(batch, -1),
@@ -169,6 +178,8 @@ class TokenTree:
             max_depth=nodes - 1,
             max_nodes=nodes if full else -1,
         )
+        made.__dict__["max_children"] = 1  # known, so it need not be read
+        return made
 
     @classmethod
     def from_topology(

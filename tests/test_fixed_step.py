@@ -39,7 +39,7 @@ def arena_of(spec: selfspec.SpeculativeModel) -> Arena:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["llama_gqa3", "gemma2", "gpt_oss", "gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama_gqa3", "gemma2", "gpt_oss", "gpt2", "falcon"])
 def test_text_is_that_of_plain(name: str, batch: int) -> None:
     model, prompt = tiny.build(name), tiny.prompts(batch)
     plain = model.generate(**prompt, max_new_tokens=24, do_sample=False)
@@ -335,7 +335,7 @@ def test_a_step_reads_nothing_back(name: str, kernels_without_launch: list[str])
     assert isinstance(output.logits, FakeTensor)
     assert output.acceptance.table.shape == (2, 4 + 2 * 8)
     launched = " ".join(kernels_without_launch)
-    assert all(op in launched for op in ("tree_attention", "tree_accept", "kv_commit"))
+    assert all(name in launched for name in ("attend", "tree_accept", "kv_commit"))
 
 
 def test_a_step_that_reads_would_be_caught(

@@ -80,6 +80,42 @@ def test_no_layer_runs_twice_for_a_token(model: Any, drafter: Any, shared: int) 
         assert spec.stats.acceptance_rate == 1
 
 
+@pytest.mark.parametrize(
+    ("drafter", "shared"),
+    [
+        (selfspec.EarlyExitDrafter(2, 3, 0.0, branches=3), 2),
+        (selfspec.EarlyExitDrafter(4, 3, 0.0, branches=3), 4),
+        (selfspec.LayerSkipDrafter([2], 3, 0.0, branches=3), 2),
+    ],
+)
+def test_leaves_run_with_the_last_token_of_the_chain(model: Any, drafter: Any, shared: int) -> None:
+    spec = selfspec.wrap(model, drafter=drafter)
+    with layer_rows(model) as seen:
+        spec.generate(**tiny.prompts(1), max_new_tokens=25)
+    nodes = spec.stats.forwards + spec.stats.drafted
+    for layer in range(shared):
+        assert sum(seen[layer]) == 17 + nodes
+        assert seen[layer][1:5] == [1, 1, 1, 7]  # a chain of 3, its last token with 6 leaves
+    if shared < 4:
+        assert 10 in seen[3]
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("confidence", [0.0, 0.3])
+def test_the_head_runs_in_verification_only(model: Any, branches: int, confidence: float) -> None:
+    drafter = selfspec.EarlyExitDrafter(2, 3, confidence, branches)
+    spec = selfspec.wrap(model, drafter=drafter)
+    widths = []
+    hook = model.lm_head.register_forward_hook(lambda m, i, o: widths.append(o.shape[1]))
+    try:
+        spec.generate(**tiny.prompts(1), max_new_tokens=25)
+    finally:
+        hook.remove()
+    stats = spec.stats
+    assert stats.drafted > 0
+    assert sum(widths) == 1 + stats.forwards + stats.drafted  # the prefill's one, and all nodes
+
+
 def test_skipping_nothing_before_the_first_layer_shares_nothing(model: Any) -> None:
     spec = selfspec.wrap(model, drafter=selfspec.LayerSkipDrafter([0], 3, 0.0))
     with layer_rows(model) as seen:

@@ -7,6 +7,13 @@ from einops import repeat
 from torch import Tensor
 
 WORD_BITS = 64
+_FIELDS = (
+    ("ancestors", torch.int64, 3),
+    ("depth", torch.int32, 2),
+    ("prefix_len", torch.int32, 1),
+    ("start", torch.int32, 1),
+    ("block_table", torch.int32, 2),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,17 +23,24 @@ class TreeLayout:
     Made once a step and shared by all layers; what `mask` and `bias` return is kept for the life
     of the layout and must not be written to.
 
-    Row b holds its committed tokens in slots `0 .. prefix_len[b] - 1`, where slot and position
-    agree, and node n in slot `prefix_len[b] + n` at position `prefix_len[b] + depth[b, n]`. The M
-    queries are the last M of the N nodes: M == N for a whole tree, M < N while a tree is extended.
+    Row b holds its committed tokens in slots `start[b] .. prefix_len[b] - 1`, where slots count
+    positions, and node n in slot `prefix_len[b] + n` at position `prefix_len[b] + depth[b, n]`. The
+    M queries are the last M of the N nodes: M == N for a whole tree, M < N while one is extended.
+
+    Slots are those of a cache view [B, K, S, D], or, with a `block_table`, of pages
+    [pages, K, page_size, D]: slot s of row b is then at `s % page_size` in page
+    `block_table[b, s // page_size]`, for nodes as for the prefix.
 
     Args:
         ancestors: int64 [B, M, ceil(N / 64)]; bit `n % 64` of word `n // 64` is set iff the query
             attends node n. A query's own bit is normally set.
         depth: int32 [B, N]; 0 at the root.
-        prefix_len: int32 [B]; committed tokens.
+        prefix_len: int32 [B]; slots before the nodes: committed tokens, and padding on their left.
         max_prefix_len: Upper bound of `prefix_len`, known on the host; sizes grids and masks
             without reading from the device.
+        start: int32 [B]; prefix slots before it are padding, which nobody sees. None is 0.
+        block_table: int32 [B, P]; the pages of each row, of which those that hold no slot below
+            `prefix_len + N` may be anything. None: the cache is not paged.
 
     Raises:
         TypeError: If a tensor has another dtype.
@@ -37,17 +51,17 @@ class TreeLayout:
     depth: Tensor
     prefix_len: Tensor
     max_prefix_len: int
+    start: Tensor | None = field(default=None, kw_only=True)
+    block_table: Tensor | None = field(default=None, kw_only=True)
     _memo: dict[tuple[object, ...], Tensor | bool] = field(
         default_factory=dict, init=False, repr=False
     )
 
     def __post_init__(self) -> None:
-        for name, dtype, ndim in (
-            ("ancestors", torch.int64, 3),
-            ("depth", torch.int32, 2),
-            ("prefix_len", torch.int32, 1),
-        ):
+        for name, dtype, ndim in _FIELDS:
             tensor = getattr(self, name)
+            if tensor is None:
+                continue
             if tensor.dtype is not dtype:
                 raise TypeError(f"TreeLayout: {name} must be {dtype}, got {tensor.dtype}")
             if tensor.dim() != ndim:
@@ -59,7 +73,14 @@ class TreeLayout:
                     f"TreeLayout: {name} is on {tensor.device}, prefix_len on "
                     f"{self.prefix_len.device}"
                 )
-        batch, queries, words = self.ancestors.shape
+            if tensor.shape[0] != self.ancestors.shape[0]:
+                raise ValueError(
+                    f"TreeLayout: batch sizes differ: ancestors {self.ancestors.shape[0]}, "
+                    f"{name} {tensor.shape[0]}"
+                )
+            # Kernels index them without strides.
+            object.__setattr__(self, name, tensor.contiguous())
+        _, queries, words = self.ancestors.shape
         nodes = self.depth.shape[1]
         if not 1 <= queries <= nodes:
             raise ValueError(f"TreeLayout: ancestors has {queries} queries for {nodes} nodes")
@@ -68,15 +89,8 @@ class TreeLayout:
                 f"TreeLayout: ancestors has {words} words a query; {nodes} nodes need "
                 f"{(nodes + WORD_BITS - 1) // WORD_BITS}"
             )
-        if self.depth.shape[0] != batch or self.prefix_len.shape[0] != batch:
-            raise ValueError(
-                f"TreeLayout: batch sizes differ: ancestors {batch}, depth {self.depth.shape[0]}, "
-                f"prefix_len {self.prefix_len.shape[0]}"
-            )
         if self.max_prefix_len < 0:
             raise ValueError(f"TreeLayout: max_prefix_len={self.max_prefix_len} is negative")
-        for name in ("ancestors", "depth", "prefix_len"):  # kernels index them without strides
-            object.__setattr__(self, name, getattr(self, name).contiguous())
 
     @property
     def batch(self) -> int:
@@ -125,7 +139,10 @@ class TreeLayout:
         shifts = torch.arange(WORD_BITS, dtype=torch.int64, device=device)
 
         prefix_len = self.prefix_len[:, None]
-        prefix = (slots < prefix_len)[:, None, :]
+        prefix = slots < prefix_len
+        if self.start is not None:
+            prefix = prefix & (slots >= self.start[:, None])
+        prefix = prefix[:, None, :]
         nodes = ((self.ancestors[..., None] >> shifts) & 1).bool().flatten(2)
         nodes = nodes[..., : self.num_nodes]
         if window > 0:

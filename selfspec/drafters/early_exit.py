@@ -31,7 +31,11 @@ class EarlyExitDrafter:
         exit_layer: How many layers the draft runs, a count: `exit_layer=8` uses layers 0..7. None
             takes a third of the model.
         max_draft_tokens: Longest chain.
-        confidence: Stop a row's chain after a token whose draft probability was below this.
+        confidence: Stop a row's chain after a token whose draft probability was below this. With
+            `branches`, the rows of a batch stop together, when the last one would.
+        branches: Draft tokens at every position, 64 at most: the best one, from which the chain
+            goes on, and the next best ones, which are verified beside it while the step's budget
+            (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
 
     Raises:
         TypeError: If an option is of another type.
@@ -43,15 +47,21 @@ class EarlyExitDrafter:
     makes_valid_trees = True
 
     def __init__(
-        self, exit_layer: int | None = None, max_draft_tokens: int = 4, confidence: float = 0.4
+        self,
+        exit_layer: int | None = None,
+        max_draft_tokens: int = 4,
+        confidence: float = 0.4,
+        branches: int = 1,
     ) -> None:
         if exit_layer is not None:
             check_int("exit_layer", exit_layer, 1)
         check_int("max_draft_tokens", max_draft_tokens, 1)
         check_probability("confidence", confidence)
+        check_int("branches", branches, 1)
         self.exit_layer = exit_layer
         self.max_draft_tokens = max_draft_tokens
         self.confidence = confidence
+        self.branches = branches
 
     def bind(self, architecture: Architecture) -> None:
         """Check against a model.
@@ -67,12 +77,12 @@ class EarlyExitDrafter:
             )
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
-        """One chain a row from the exit."""
+        """One chain a row from the exit, and its branches."""
         num_layers = state.target.architecture.num_layers
         exit_layer = self.exit_layer or max(1, num_layers // 3)
         plan = LayerPlan(last=exit_layer)
         tokens = min(budget, self.max_draft_tokens)
-        return draft_chain(state, plan, exit_layer, tokens, self.confidence)
+        return draft_chain(state, plan, exit_layer, tokens, self.confidence, self.branches, budget)
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Nothing to keep: the cache is the target's own."""

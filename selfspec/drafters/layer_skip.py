@@ -62,7 +62,11 @@ class LayerSkipDrafter:
         skip_set: A `SkipSet`, or an iterable of whole layers. None skips every second layer of the
             middle half of the model.
         max_draft_tokens: Longest chain.
-        confidence: Stop a row's chain after a token whose draft probability was below this.
+        confidence: Stop a row's chain after a token whose draft probability was below this. With
+            `branches`, the rows of a batch stop together, when the last one would.
+        branches: Draft tokens at every position, 64 at most: the best one, from which the chain
+            goes on, and the next best ones, which are verified beside it while the step's budget
+            (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
 
     Raises:
         TypeError: If an option is of another type.
@@ -78,9 +82,11 @@ class LayerSkipDrafter:
         skip_set: SkipSet | Iterable[int] | None = None,
         max_draft_tokens: int = 4,
         confidence: float = 0.6,
+        branches: int = 1,
     ) -> None:
         check_int("max_draft_tokens", max_draft_tokens, 1)
         check_probability("confidence", confidence)
+        check_int("branches", branches, 1)
         if skip_set is not None and not isinstance(skip_set, SkipSet):
             if not isinstance(skip_set, Iterable):
                 raise TypeError(
@@ -90,6 +96,7 @@ class LayerSkipDrafter:
         self.skip_set = skip_set
         self.max_draft_tokens = max_draft_tokens
         self.confidence = confidence
+        self.branches = branches
 
     def bind(self, architecture: Architecture) -> None:
         """Check against a model.
@@ -115,7 +122,7 @@ class LayerSkipDrafter:
                 )
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
-        """One chain a row from the layers that are left."""
+        """One chain a row from the layers that are left, and its branches."""
         num_layers = state.target.architecture.num_layers
         skip = self.skip_set
         if skip is None:
@@ -123,7 +130,7 @@ class LayerSkipDrafter:
         plan = LayerPlan(skip_attention=skip.attention, skip_mlp=skip.mlp)
         shared = num_layers if skip.first is None else skip.first
         tokens = min(budget, self.max_draft_tokens)
-        return draft_chain(state, plan, shared, tokens, self.confidence)
+        return draft_chain(state, plan, shared, tokens, self.confidence, self.branches, budget)
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Nothing to keep: the cache is the target's own."""

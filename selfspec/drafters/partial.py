@@ -1,15 +1,21 @@
-"""Chains drafted by a part of the target's own layers.
+"""Drafts by a part of the target's own layers: a chain, with leaves beside it if they are wanted.
 
 What early exit and layer skip have in common: the draft runs in the *same* cache as the target, at
 the slots that its tokens will have. Layers that run complete from the embedding on are the target's
 own work; verification takes over from there, so that no layer runs twice for a token.
+
+Tokens are read off the last hidden state by the architecture's `readout`, or else off the logits of
+the model's own head.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from selfspec_kernels.draft_topk import MAX_K
 
 from selfspec.patch import LayerPlan
 from selfspec.tree import Resume, TokenTree
@@ -17,6 +23,7 @@ from selfspec.tree import Resume, TokenTree
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from selfspec.readout import Readout
     from selfspec.state import DecodeState
 
 
@@ -26,8 +33,14 @@ def draft_chain(
     shared: int,
     num_tokens: int,
     confidence: float,
+    branches: int = 1,
+    budget: int = 0,
 ) -> TokenTree:
     """Draft one chain a row, greedily, with the layers that `plan` runs.
+
+    The nodes of a row are the chain, in the cache slots where it was drafted, then the leaves. So a
+    row cannot end early and have leaves: with leaves, the rows of a batch stop together, when the
+    last one would, and a row without room for the whole chain has the part that fits and no leaves.
 
     Args:
         state: Where decoding stands.
@@ -37,36 +50,108 @@ def draft_chain(
         num_tokens: Longest chain.
         confidence: A row stops after a token whose draft probability was below this. (After, not
             before: the decision may depend on tokens that are kept, never on one thrown away.)
+        branches: Draft tokens at every position: the one that goes on and the next best ones as its
+            leaf siblings, the first positions first. Models that verify chains only get no leaves.
+        budget: Most draft tokens a row, leaves included; only leaves need it.
 
     Returns:
-        The chains, with the shared work attached.
+        The drafts, with the shared work attached.
     """
     target, cache = state.target, state.cache
-    plan.taps = frozenset({shared} if shared else ())
-    device = state.root.device
+    architecture, device = target.architecture, state.root.device
+    most = min(branches, budget, MAX_K) if architecture.support == "tree" else 1
+    last = architecture.num_layers
+    readout = architecture.readout
+    if readout is not None and not readout.usable:
+        readout = None
+    plan.taps = frozenset(({shared} if shared else set()) | ({last} if readout else set()))
     rooms = [max(1, state.room(b)) for b in range(state.batch)]  # most nodes, the root included
+    room = torch.tensor(rooms, dtype=torch.int32, device=device)
     num_nodes = torch.ones(state.batch, dtype=torch.int32, device=device)
-    growing = torch.ones(state.batch, dtype=torch.bool, device=device)
+    growing = room > 1  # rows that get the next node
     tree = TokenTree.root_only(state.root)
     states: list[Tensor] = []
+    siblings: list[Tensor] = []
     for depth in range(1, min(num_tokens, max(rooms) - 1) + 1):
-        logits = target.run(tree, 1, cache, plan)[:, -1]
+        logits = target.run(tree, 1, cache, plan, with_logits=readout is None)
         if shared:
-            states.append(plan.captured.pop(shared))
-        tokens = torch.cat([tree.tokens[:, 1:], logits.argmax(-1, keepdim=True)], dim=1)
-        tree = TokenTree.chain(state.root, tokens)
-        growing = growing & torch.tensor([room > depth for room in rooms], device=device)
+            states.append(plan.captured[shared])
+        if readout is None:
+            ids, top1 = _best_of(logits[:, -1], most, confidence > 0)
+        else:
+            ids, top1 = _best_after(plan.captured[last][:, -1], readout, most, confidence > 0)
+        ids = ids.to(device)
+        siblings.append(ids[:, 1:])
+        tree = TokenTree.chain(state.root, torch.cat([tree.tokens[:, 1:], ids[:, :1]], dim=1))
         num_nodes = num_nodes + growing
-        if confidence > 0:
-            growing = growing & (logits.float().softmax(-1).amax(-1) >= confidence)
+        growing = growing & (room > depth + 1)
+        if top1 is not None:
+            growing = growing & (top1.to(device) >= confidence)
             # The one host read while drafting: going on for nobody costs more than asking.
             if not bool(growing.any()):
                 break
+    length = tree.width
+    tree = _with_leaves(tree, siblings, budget)
+    if tree.width > length:
+        num_nodes = torch.where(room >= length, tree.width, room)
     resume = None
     if shared:
-        # The last token still needs the shared layers; what comes after them is verification.
+        # Last token and leaves still need the shared layers; the rest of them is verification.
         rest = LayerPlan(last=shared, taps=frozenset({shared}))
-        target.run(tree, 1, cache, rest, with_logits=False)
-        states.append(rest.captured.pop(shared))
+        target.run(tree, 1 + tree.width - length, cache, rest, with_logits=False)
+        states.append(rest.captured[shared])
         resume = Resume(shared, torch.cat(states, dim=1))
-    return TokenTree.chain(state.root, tree.tokens[:, 1:], num_nodes=num_nodes, resume=resume)
+    return replace(tree, num_nodes=num_nodes, resume=resume)
+
+
+def _best_of(logits: Tensor, k: int, measured: bool) -> tuple[Tensor, Tensor | None]:
+    """Ids [B, k] of the largest logits [B, V], and the probability of the first if it is asked."""
+    if k == 1:
+        ids = logits.argmax(-1, keepdim=True)
+    else:
+        ids = logits.topk(min(k, logits.shape[-1])).indices
+    return ids, logits.float().softmax(-1).amax(-1) if measured else None
+
+
+def _best_after(
+    hidden: Tensor, readout: Readout, k: int, measured: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same from the last layer's output [B, C]."""
+    if k == 1 and measured:
+        token, top1 = readout.best(hidden)
+        return token[:, None], top1
+    ids, log_probs = readout.top(hidden, k)
+    return ids, log_probs[:, 0].exp() if measured else None
+
+
+def _with_leaves(chain: TokenTree, siblings: list[Tensor], budget: int) -> TokenTree:
+    """`chain` with `siblings` of its nodes 1, 2, ... ([B, any] each) as leaves behind it."""
+    parents = [node for node, ids in enumerate(siblings) for _ in range(ids.shape[1])]
+    parents = parents[: max(0, budget + 1 - chain.width)]
+    if not parents:
+        return chain
+    leaves = torch.cat(siblings, dim=1)[:, : len(parents)]
+    one = _topology(chain.width, tuple(parents), leaves.device)
+    batch, width = chain.batch, chain.width + len(parents)
+    return replace(
+        chain,
+        tokens=torch.cat([chain.tokens, leaves], dim=1),
+        parents=one.parents.expand(batch, -1),
+        depth=one.depth.expand(batch, -1),
+        ancestors=one.ancestors.expand(batch, -1, -1),
+        num_nodes=one.num_nodes.expand(batch),
+        max_nodes=width,
+    )
+
+
+@lru_cache(maxsize=512)
+def _topology(length: int, parents: tuple[int, ...], device: torch.device) -> TokenTree:
+    """A chain of `length` nodes with leaves under `parents`, for one row; its tokens mean nothing.
+
+    Made outside inference mode, as `chain_topology`.
+    """
+    rows = [-1, *range(length - 1), *parents]
+    with torch.inference_mode(False):
+        return TokenTree.from_topology(
+            torch.zeros(1, len(rows), dtype=torch.int64, device=device), rows
+        )

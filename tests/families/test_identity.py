@@ -20,6 +20,8 @@ DRAFTERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "ngram-tree": lambda answers: selfspec.NGramDrafter(min_match=1, max_candidates=3),
     "early-exit": lambda answers: selfspec.EarlyExitDrafter(2, confidence=0.0),
     "layer-skip": lambda answers: selfspec.LayerSkipDrafter([1, 2], confidence=0.2),
+    "early-exit-branches": lambda answers: selfspec.EarlyExitDrafter(2, 3, 0.0, branches=3),
+    "layer-skip-branches": lambda answers: selfspec.LayerSkipDrafter([1, 2], 4, 0.2, branches=2),
     "oracle": lambda answers: OracleDrafter(answers, 5, wrong_at=(0, 3, 1, 5)),
     "oracle-tree": lambda answers: OracleDrafter(answers, 4, wrong_at=(0, 3), branches=2),
     "merged": lambda answers: [selfspec.NGramDrafter(1), selfspec.EarlyExitDrafter(1)],

@@ -2,154 +2,146 @@
 
 Nothing is launched. The compiler's own numbers are held to what makes a kernel slow or impossible:
 registers spilled to memory, more shared memory than the part has, products that miss the tensor
-cores. Every tile of the tables is compiled with all options on, the costliest case.
+cores. Every configuration that ships is compiled for every part, with its costliest options on.
 """
 
-import re
-import subprocess
-from pathlib import Path
-from typing import Any
+import importlib
+import importlib.util
+import json
 
 import pytest
-from selfspec_kernels.tree_attention.blocks import AMD, NVIDIA, Blocks
+from selfspec_kernels.tuning import PARTS, TABLE, gate, rows, using
 
 pytestmark = pytest.mark.aot
 
-# Bytes of shared memory that one program may use.
-SHARED_MEMORY = {80: 166_912, 90: 232_448, "gfx942": 65_536}
-TYPES = {1: "i8", 2: "bf16", 4: "fp32", 8: "i64"}
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TABLED = json.loads(TABLE.read_text())
+SPECIMENS = [
+    pytest.param(op, part, specimen, id=f"{op}-{part}-{specimen.label}")
+    for op in gate.ops()
+    for part in PARTS
+    for specimen in (gate.specimens(op, part) if HAS_TRITON else [])
+]
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], part: Any, **options):
-    """Compile for a part, with pointers and strides aligned as PyTorch's tensors are."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature, attributes = {}, {}
-    for index, name in enumerate(names):
-        pointer, stride = name.endswith("_ptr"), "stride" in name
-        signature[name] = "constexpr" if name in constants else types.get(name, "i32")
-        if (pointer or stride) and name not in constants:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    target = GPUTarget("hip", part, 64) if isinstance(part, str) else GPUTarget("cuda", part, 32)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=target, options={"enable_fp_fusion": True, **options})
+@pytest.mark.parametrize(("op", "part", "specimen"), SPECIMENS)
+def test_configuration(op, part, specimen):
+    assert gate.misnamed(specimen) == []
+    assert gate.report(specimen, part, op).faults == []
 
 
-def assert_fits(binary: Any, part: Any, folder: Path) -> None:
-    assert binary.metadata.shared <= SHARED_MEMORY[part]
-    if isinstance(part, str):
-        text = binary.asm["amdgcn"]
-        # Scalar registers that do not fit go to lanes of vector registers, not to memory.
-        for count in ("vgpr_spill_count", "private_segment_fixed_size"):
-            assert int(re.search(rf"\.{count}:\s+(\d+)", text)[1]) == 0, count
-        return
-    import triton
+@pytest.mark.parametrize("op", gate.ops())
+def test_every_kernel_has_specimens_with_names_of_their_own(op):
+    from triton.runtime import KernelInterface
 
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    report = subprocess.run(
-        [tool, "-res-usage", path], check=True, capture_output=True, text=True
-    ).stdout
-    registers, stack, local = map(
-        int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report).groups()
-    )
-    assert (stack, local) == (0, 0), f"spills, with {registers} registers"
-
-
-def attention(item_size: int, sizes: tuple[int, int], blocks: Blocks, part: Any, options: bool):
-    from selfspec_kernels.tree_attention import kernel
-
-    item = f"*{TYPES[item_size]}"
-    types = dict.fromkeys(("out_ptr", "query_ptr", "key_ptr", "value_ptr", "sinks_ptr"), item)
-    types |= {"ancestors_ptr": "*i64", "depth_ptr": "*i32", "prefix_len_ptr": "*i32"}
-    types |= {"score_scale": "fp32", "score_bound": "fp32"}
-    constants = {
-        "GROUPS": 3,
-        "HEAD_SIZE": sizes[0],
-        "VALUE_SIZE": sizes[1],
-        "BLOCK_M": blocks.m,
-        "BLOCK_N": blocks.n,
-        "BLOCK_D": _padded(sizes[0]),
-        "BLOCK_DV": _padded(sizes[1]),
-        "HAS_WINDOW": options,
-        "HAS_SOFTCAP": options,
-        "HAS_SINKS": options,
-        "PRECISION": blocks.precision,
-        "UPCAST": False,
+    modules = [
+        importlib.import_module(f"selfspec_kernels.{op}.{path.stem}")
+        for path in (gate.PACKAGE / op).glob("kernel*.py")
+    ]
+    kernels = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, KernelInterface) and name.endswith("_kernel")
     }
-    return compiled(
-        kernel._tree_attention_kernel,
-        types,
-        constants,
-        part,
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
+    for part in PARTS:
+        specimens = gate.specimens(op, part)
+        assert {specimen.kernel.__name__ for specimen in specimens} >= kernels
+        labels = [specimen.label for specimen in specimens]
+        assert len(set(labels)) == len(labels)
 
 
-def _padded(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("op", TABLED)
+def test_every_row_has_specimens(op, part):
+    # Another number of warps has to make a difference.
+    shipped, before = rows(op, part), identities(op, part)
+    for i, row in enumerate(shipped):
+        changed = [*shipped[:i], {**row, "warps": 2 * row["warps"]}, *shipped[i + 1 :]]
+        with using(op, part, changed):
+            assert identities(op, part) != before, row
 
 
-def _tiles(parts: list[Any]) -> list[Any]:
-    return [
-        pytest.param(
-            part, item_size, width, blocks, id=f"{part}-{8 * item_size}bit-{width}-{blocks.m}"
-        )
-        for part in parts
-        for (item_size, width), rows in (AMD if part == "gfx942" else NVIDIA).items()
-        for blocks in rows
+def identities(op, part):
+    """What tells the specimens apart, labels aside."""
+    return {
+        (s.kernel.__name__, str(s.types), str(s.constants), s.warps, s.stages)
+        for s in gate.specimens(op, part)
+    }
+
+
+@pytest.fixture
+def _one_row(request):
+    """Specimens of attention for sm_90 whose table has one row only."""
+    with using("tree_attention", "sm_90", [request.param]):
+        yield
+
+
+# The two halves that TF32 products make of 16 queries of 256 do not fit beside the rest.
+SPILLING = {"item_size": 4, "width": 256, "m": 16, "n": 16, "warps": 4, "stages": 2}
+SPILLING["precision"] = "tf32x3"
+BIG = {"item_size": 2, "width": 256, "m": 64, "n": 64, "warps": 8, "stages": 4}
+BIG["precision"] = "ieee"
+
+
+@pytest.mark.parametrize(
+    ("_one_row", "part", "fault"),
+    [(SPILLING, "sm_90", "spills"), (BIG, "sm_86", "of shared memory")],
+    indirect=["_one_row"],
+    ids=["spill", "shared memory"],
+)
+@pytest.mark.usefixtures("_one_row")
+def test_the_gate_sees(part, fault):
+    specimen = gate.specimens("tree_attention", "sm_90")[0]
+    assert any(fault in found for found in gate.report(specimen, part).faults)
+
+
+def test_the_gate_sees_products_without_matrix_instructions():
+    from dataclasses import replace
+
+    specimen = replace(gate.specimens("kv_commit", "sm_90")[0], tensor_cores=True)
+    assert gate.report(specimen, "sm_90").faults == ["has no matrix instruction"]
+
+
+def test_the_gate_sees_wrong_names():
+    from dataclasses import replace
+
+    specimen = gate.specimens("kv_commit", "sm_90")[0]
+    types = {"path_ptr": "i32", "nothing": "i32", "ITEM": "i32"}
+    constants = {name: value for name, value in specimen.constants.items() if name != "BLOCK"}
+    assert gate.misnamed(replace(specimen, types=types, constants=constants)) == [
+        "ITEM is a type and a constant",
+        "nothing is no argument",
+        "addresses_ptr is i32",
+        "path_ptr is i32",
+        "num_accepted_ptr is i32",
+        "prefix_len_ptr is i32",
+        "block_table_ptr is i32",
+        "BLOCK has no value",
     ]
 
 
-@pytest.mark.parametrize(("part", "item_size", "width", "blocks"), _tiles(list(SHARED_MEMORY)))
-def test_tree_attention(part, item_size, width, blocks, tmp_path):
-    binary = attention(item_size, (width, width), blocks, part, options=True)
-    assert_fits(binary, part, tmp_path)
-    if item_size == 2:
-        code = binary.asm["amdgcn" if isinstance(part, str) else "ptx"]
-        assert re.search(r"v_mfma|mma\.sync|wgmma\.mma_async", code)
+def test_command_line(capsys, tmp_path):
+    from selfspec_kernels.tuning.__main__ import main
+
+    file = tmp_path / "gate.json"
+    command = ["gate", "--op", "kv_commit", "--part", "sm_90", "--json", str(file)]
+    assert main(command) == 0
+    count = len(gate.specimens("kv_commit", "sm_90"))
+    assert f"{count} configurations, 0 of them faulty" in capsys.readouterr().out
+    assert len(json.loads(file.read_text())) == count
+    assert main([*command, "--markdown"]) == 0
+    assert f"| `kv_commit` | sm_90 | {count} |" in capsys.readouterr().out
 
 
-# Fewer options are not always fewer registers to the compiler; the tightest part shows it.
-@pytest.mark.parametrize(("part", "item_size", "width", "blocks"), _tiles([80]))
-def test_tree_attention_without_options(part, item_size, width, blocks, tmp_path):
-    assert_fits(attention(item_size, (width, width), blocks, part, False), part, tmp_path)
+def test_search_lists_what_passes(capsys, monkeypatch):
+    from selfspec_kernels.tuning import search
+    from selfspec_kernels.tuning.__main__ import main
 
-
-@pytest.mark.parametrize(("sizes", "row"), [((80, 80), 3), ((96, 128), 2), ((192, 128), 1)])
-def test_tree_attention_of_padded_heads(sizes, row, tmp_path):
-    blocks = NVIDIA[2, _padded(max(sizes))][row]
-    assert_fits(attention(2, sizes, blocks, 90, options=True), 90, tmp_path)
-
-
-@pytest.mark.parametrize("part", list(SHARED_MEMORY))
-def test_tree_accept(part, tmp_path):
-    from selfspec_kernels.tree_accept import kernel
-
-    types = dict.fromkeys(("path_ptr", "num_accepted_ptr", "parents_ptr", "num_nodes_ptr"), "*i32")
-    types |= dict.fromkeys(("next_token_ptr", "tokens_ptr", "target_tokens_ptr"), "*i64")
-    binary = compiled(kernel._tree_accept_kernel, types, {"BLOCK": 128}, part, num_warps=1)
-    assert_fits(binary, part, tmp_path)
-
-
-@pytest.mark.parametrize("item_size", [2, 4])
-@pytest.mark.parametrize("part", list(SHARED_MEMORY))
-def test_kv_commit(part, item_size, tmp_path):
-    from selfspec_kernels.kv_commit import kernel
-
-    types = dict.fromkeys(("path_ptr", "num_accepted_ptr", "prefix_len_ptr"), "*i32")
-    types["table_ptr"] = "*i64"
-    constants = {"ITEM": kernel._INTEGERS[item_size], "BLOCK": 1024}
-    assert_fits(compiled(kernel._kv_commit_kernel, types, constants, part), part, tmp_path)
-
-
-def test_the_gate_sees_a_spill(tmp_path):
-    # The two halves that TF32 products make of 16 queries of 256 do not fit beside the rest.
-    binary = attention(4, (256, 256), Blocks(16, 16, 4, 2, "tf32x3"), 90, options=False)
-    with pytest.raises(AssertionError, match="spills"):
-        assert_fits(binary, 90, tmp_path)
+    monkeypatch.setitem(search.SPACES, "tree_attention", {"warps": (4, 8), "stages": (2,)})
+    command = ["search", "--op", "tree_attention", "--part", "sm_90", "--row", json.dumps(SPILLING)]
+    assert main(command) == 0
+    assert json.dumps(SPILLING) not in capsys.readouterr().out
+    fits = {**SPILLING, "warps": 8, "stages": 1, "precision": "ieee"}
+    assert main([*command[:-1], json.dumps(fits)]) == 0
+    assert json.dumps(fits) in capsys.readouterr().out

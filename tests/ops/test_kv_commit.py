@@ -4,7 +4,9 @@ import sys
 import pytest
 import torch
 from selfspec_kernels import kv_commit
+from selfspec_kernels.kv_commit.reference import kv_commit_reference
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .trees import BACKENDS
 
@@ -14,21 +16,29 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def expected_after(buffer: Tensor, path, num_accepted, prefix) -> Tensor:
+def expected_after(buffer: Tensor, path, num_accepted, prefix, pages=None) -> Tensor:
+    def place(b, slot):
+        if pages is None:
+            return b, slot
+        return pages[b][slot // buffer.shape[2]], slot % buffer.shape[2]
+
     after = buffer.clone()
-    for b in range(buffer.shape[0]):
+    for b in range(len(path)):
         for i in range(1, num_accepted[b] + 1):
-            after[b, :, prefix[b] + i] = buffer[b, :, prefix[b] + path[b][i]]
+            row, slot = place(b, prefix[b] + i)
+            from_row, from_slot = place(b, prefix[b] + path[b][i])
+            after[row, :, slot] = buffer[from_row, :, from_slot]
     return after
 
 
-def commit(keys, values, path, num_accepted, prefix, backend):
+def commit(keys, values, path, num_accepted, prefix, backend, pages=None):
     """Commit, and compare every buffer with moving a clone slot by slot."""
     index = [torch.tensor(x, dtype=torch.int32) for x in (path, num_accepted, prefix)]
+    table = None if pages is None else torch.tensor(pages, dtype=torch.int32)
     before = [x.clone() for x in index]
     buffers = [*keys, *values]
-    expected = [expected_after(buffer, path, num_accepted, prefix) for buffer in buffers]
-    assert kv_commit(keys, values, *index, backend=backend) is None
+    expected = [expected_after(buffer, path, num_accepted, prefix, pages) for buffer in buffers]
+    assert kv_commit(keys, values, *index, block_table=table, backend=backend) is None
     for got, wanted in zip(buffers, expected, strict=True):
         assert torch.equal(bits(got), bits(wanted))
     assert all(torch.equal(a, b) for a, b in zip(before, index, strict=True))
@@ -71,6 +81,51 @@ def test_random_paths(backend, dtype, memory):
         shape = [(3, 2, 40, 24)] * 3
         keys, values = (buffers_like(shape, dtype, memory) for _ in range(2))
         commit(keys, values, paths, counts, prefix, backend)
+
+
+def random_pages(rng, batch, count):
+    """Block tables that give every row `count` pages of its own, in any order, and spare one."""
+    pages = rng.sample(range(batch * count + 1), batch * count)
+    return [pages[b * count : (b + 1) * count] for b in range(batch)]
+
+
+@pytest.mark.parametrize("memory", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages(backend, page_size, memory):
+    rng = random.Random(4)
+    torch.manual_seed(4)
+    paths, counts = random_paths(rng, 3, 6, 20)
+    pages = random_pages(rng, 3, -(-40 // page_size))
+    shape = [(3 * len(pages[0]) + 1, 2, page_size, 24)] * 2
+    keys, values = (buffers_like(shape, torch.bfloat16, memory) for _ in range(2))
+    commit(keys, values, paths, counts, [0, 15, 20], backend, pages)
+
+
+@pytest.mark.parametrize("pages", [None, [[2, 0, 4], [3, 1, 5]]], ids=["rows", "pages"])
+def test_the_definition_reads_no_value_on_other_devices(pages):
+    # What a device does in place of `nonzero`, run on values: a subclass has none to be read.
+    class Elsewhere(Tensor):
+        pass
+
+    rng = random.Random(5)
+    paths, counts = random_paths(rng, 2, 5, 9)
+    counts[0], prefix = 0, [2, 4]
+    buffer = torch.randn(*((2, 2, 15, 8) if pages is None else (6, 2, 5, 8)))
+    expected = expected_after(buffer, paths, counts, prefix, pages)
+    index = [torch.tensor(x, dtype=torch.int32) for x in (paths, counts, prefix)]
+    table = None if pages is None else torch.tensor(pages, dtype=torch.int32)
+    kv_commit_reference([buffer], index[0].as_subclass(Elsewhere), *index[1:], table)
+    assert torch.equal(buffer, expected)
+
+
+@pytest.mark.parametrize("pages", [None, (2, 3)], ids=["rows", "pages"])
+def test_fake_tensors_pass(pages):
+    with FakeTensorMode():
+        arguments = _good()
+        if pages is not None:
+            arguments["block_table"] = torch.zeros(pages, dtype=torch.int32)
+        kv_commit(**arguments)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +193,9 @@ def test_layers_on_several_devices_go_apart(monkeypatch):
     assert calls == [({"cpu"}, 4), ({"meta"}, 2)]
 
 
+_TABLE = torch.zeros(2, 2, dtype=torch.int32)
+
+
 def _good():
     return {
         "keys": [torch.zeros(2, 1, 9, 4)],
@@ -158,6 +216,15 @@ def _good():
         ({"path": lambda x: x[:, :0]}, ValueError, "path has no column"),
         ({"num_accepted": lambda x: x[:1]}, ValueError, r"num_accepted has shape \(1,\)"),
         ({"prefix_len": lambda x: x.to("meta")}, ValueError, "prefix_len is on meta"),
+        ({"block_table": _TABLE.long()}, TypeError, "block_table must be torch.int32"),
+        ({"block_table": _TABLE[:1]}, ValueError, r"block_table has shape \(1, 2\)"),
+        ({"block_table": _TABLE[0]}, ValueError, r"block_table has shape \(2,\), expected 2"),
+        ({"block_table": _TABLE.to("meta")}, ValueError, "block_table is on meta"),
+        (
+            {"block_table": _TABLE, "keys": lambda x: [x[0][0]]},
+            ValueError,
+            r"keys\[0\] has shape \(1, 9, 4\), expected \[pages, K, S, D\]",
+        ),
         ({"values": lambda x: []}, ValueError, "1 keys but 0 values"),
         ({"keys": lambda x: [x[0][0]]}, ValueError, r"keys\[0\] has shape \(1, 9, 4\)"),
         ({"values": lambda x: [x[0][:1]]}, ValueError, r"values\[0\] has shape \(1, 1, 9, 4\)"),

@@ -7,18 +7,21 @@ import pytest
 import torch
 
 from .mutation import listed, load
-from .test_kv_commit import buffers_like, expected_after, random_paths
+from .test_kv_commit import buffers_like, expected_after, random_pages, random_paths
 
 
 def commit_is_right(function: Callable[..., None]) -> bool:
     rng = random.Random(0)
-    for _ in range(4):
+    for trial in range(4):
         paths, counts = random_paths(rng, 3, 7, 12)
-        prefix = [0, 11, 5]
-        keys, values = (buffers_like([(3, 2, 30, 16)], torch.float32) for _ in range(2))
+        prefix, pages, shape = [0, 11, 5], None, (3, 2, 30, 16)
+        if trial % 2:
+            pages, shape = random_pages(rng, 3, 4), (13, 2, 8, 16)
+        keys, values = (buffers_like([shape], torch.float32) for _ in range(2))
         buffers = [*keys, *values]
-        expected = [expected_after(buffer, paths, counts, prefix) for buffer in buffers]
-        function(buffers, *(torch.tensor(x).int() for x in (paths, counts, prefix)))
+        expected = [expected_after(buffer, paths, counts, prefix, pages) for buffer in buffers]
+        index = [torch.tensor(x).int() for x in (paths, counts, prefix)]
+        function(buffers, *index, None if pages is None else torch.tensor(pages).int())
         if not all(torch.equal(a, b) for a, b in zip(buffers, expected, strict=True)):
             return False
     return True
@@ -33,15 +36,25 @@ KERNEL_MUTANTS = {
         )
     },
     "source and target swapped": {
-        "lane + (prefix_len + node)": "lane + (prefix_len + i )",
-        "lane + (prefix_len + i)": "lane + (prefix_len + node)",
+        "lane + target, tl.load(lane + source": "lane + source, tl.load(lane + target"
     },
     "rows alike": {"path_ptr + b * path_len": "path_ptr"},
+    "table of the first row": {"block_table_ptr + b * table_len": "block_table_ptr"},
+    "a page's slot not reduced": {"(slot % page_size) * stride_s": "slot * stride_s"},
+    "page of the root for all": {
+        "target = _offset(prefix_len + i, table_row_ptr,": (
+            "target = _offset(prefix_len + i, table_row_ptr + (prefix_len // page_size) - "
+            "(prefix_len + i) // page_size,"
+        )
+    },
+    "row of a page": {"if not PAGED:\n        lane": "if True:\n        lane"},
 }
 REFERENCE_MUTANTS = {
     "last node forgotten": {"step <= num_accepted": "step < num_accepted"},
     "one slot off": {"base + column + 1": "base + column"},
     "rows alike": {"path[row, column + 1]": "path[0, column + 1].clamp(min=0)"},
+    "table of the first row": {"block_table[row, slot": "block_table[0, slot"},
+    "a page's slot not reduced": {"slot % page_size": "slot.clamp(max=page_size - 1)"},
 }
 
 

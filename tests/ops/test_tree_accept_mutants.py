@@ -29,17 +29,24 @@ def accept_is_right(function: Callable[..., tuple[torch.Tensor, ...]]) -> bool:
     return list(got) == [walk(a, b, c, max_depth, count) for a, b, c, count in rows]
 
 
+FIRST_STEP = "first_child(in_tree & (tokens == wanted), parents, 0, BLOCK)"
+NEXT_STEP = "first_child(in_tree & (tokens == wanted), parents, child, BLOCK)"
 KERNEL_MUTANTS = {
-    "any node with the token": {"(parents == current) & ": ""},
-    "any child": {" & (tokens == wanted)": ""},
+    "any node with the token": {"chosen & (parents == node)": "chosen"},
+    "any child": {
+        step: step.replace(" & (tokens == wanted)", "") for step in (FIRST_STEP, NEXT_STEP)
+    },
     "padding accepted": {"tl.minimum(tl.load(num_nodes_ptr + b), size)": "size"},
-    "target of the level": {"target_tokens_ptr + current": "target_tokens_ptr + level + 1"},
-    "walk goes on after its end": {"tl.where(found, child, current)": "tl.minimum(child, 1)"},
+    "target of the level": {"target_tokens_ptr + child": "target_tokens_ptr + num_accepted"},
+    "end of the path not written": {"mask=level <= max_depth": "mask=level < max_depth"},
+    "walk never leaves the root": {NEXT_STEP: FIRST_STEP},
 }
 REFERENCE_MUTANTS = {
     "padding accepted": {" & (node < num_nodes[:, None])": ""},
     "any child": {"(tokens == wanted) & ": ""},
-    "target of the child": {"target_tokens.gather(1, parent)": "target_tokens"},
+    "target of the child": {
+        "target_tokens.gather(1, parents.long().clamp(min=0))": "target_tokens"
+    },
 }
 
 

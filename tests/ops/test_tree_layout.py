@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from selfspec_kernels import TreeLayout
@@ -29,6 +31,15 @@ def test_mask_and_bias_follow_the_parents(nodes, queries, prefix, window):
         assert torch.equal(rows == float("-inf"), ~expected)
 
 
+@pytest.mark.parametrize("window", [0, 5])
+def test_padding_is_hidden_and_nodes_are_not(window):
+    forest = random_forest(5, [9, 4, 0], start=[3, 4, 0])
+    expected = torch.zeros(3, 5, 14, dtype=torch.bool)
+    for b, m in itertools.product(range(3), range(5)):
+        expected[b, m, forest.visible(b, m, window)] = True
+    assert torch.equal(forest.layout().mask(14, window), expected)
+
+
 def test_masks_are_made_once():
     layout = random_forest(4, [6, 2]).layout()
     assert layout.mask(12) is layout.mask(12)
@@ -47,6 +58,8 @@ def test_sees_all_only_where_nothing_is_hidden():
     assert not chain(1, [9]).layout(slack=1).sees_all(11)
     assert not chain(1, [9, 8]).layout().sees_all(10)
     assert not chain(2, [9]).layout().sees_all(11)
+    assert chain(1, [9], [0]).layout().sees_all(10)
+    assert not chain(1, [9], [1]).layout().sees_all(10)
 
 
 def _arguments(**changes):
@@ -74,6 +87,13 @@ def _arguments(**changes):
         ({"prefix_len": torch.zeros(1, dtype=torch.int32)}, ValueError, "prefix_len 1"),
         ({"depth": torch.zeros(2, 5, dtype=torch.int32, device="meta")}, ValueError, "meta"),
         ({"max_prefix_len": -1}, ValueError, "max_prefix_len=-1"),
+        ({"start": torch.zeros(2, dtype=torch.int64)}, TypeError, "start.*int32"),
+        ({"start": torch.zeros(2, 1, dtype=torch.int32)}, ValueError, "start.*1 dim"),
+        ({"start": torch.zeros(3, dtype=torch.int32)}, ValueError, "start 3"),
+        ({"start": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError, "start.*meta"),
+        ({"block_table": torch.zeros(2, 4)}, TypeError, "block_table.*int32"),
+        ({"block_table": torch.zeros(2, dtype=torch.int32)}, ValueError, "block_table.*2 dim"),
+        ({"block_table": torch.zeros(1, 4, dtype=torch.int32)}, ValueError, "block_table 1"),
     ],
 )
 def test_refuses_what_does_not_fit(changes, error, match):

@@ -18,10 +18,11 @@ BACKENDS = ["reference", pytest.param("triton", marks=pytest.mark.interpret)]
 
 @dataclass(frozen=True)
 class Forest:
-    """One tree a row: `parents[b][n]`, and the length of the prefix it hangs from."""
+    """One tree a row: `parents[b][n]`, the prefix it hangs from, and the padding of that."""
 
     parents: list[list[int]]
     prefix: list[int]
+    start: list[int] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -41,11 +42,22 @@ class Forest:
     def visible(self, b: int, query: int, window: int = 0) -> list[int]:
         """Slots that node `query` of row b attends."""
         prefix, depth = self.prefix[b], self.depth(b, query)
-        position = {slot: slot for slot in range(prefix)}
+        position = {slot: slot for slot in range(self.start[b] if self.start else 0, prefix)}
         position |= {prefix + n: prefix + self.depth(b, n) for n in self.ancestors(b, query)}
         return [s for s, p in position.items() if window <= 0 or prefix + depth - p < window]
 
-    def layout(self, num_queries: int | None = None, slack: int = 0) -> TreeLayout:
+    def row(self, b: int) -> "Forest":
+        """Row b alone."""
+        return Forest(
+            [self.parents[b]], [self.prefix[b]], None if self.start is None else [self.start[b]]
+        )
+
+    def layout(
+        self,
+        num_queries: int | None = None,
+        slack: int = 0,
+        block_table: Tensor | None = None,
+    ) -> TreeLayout:
         """The layout of the last `num_queries` nodes; `slack` loosens the bound of the prefix."""
         nodes, batch = self.num_nodes, len(self.prefix)
         words = torch.zeros(batch, nodes, math.ceil(nodes / 64), dtype=torch.int64)
@@ -61,10 +73,14 @@ class Forest:
             depth,
             torch.tensor(self.prefix, dtype=torch.int32),
             max(self.prefix) + slack,
+            start=None if self.start is None else torch.tensor(self.start, dtype=torch.int32),
+            block_table=block_table,
         )
 
 
-def random_forest(num_nodes: int, prefix: list[int], seed: int = 0) -> Forest:
+def random_forest(
+    num_nodes: int, prefix: list[int], seed: int = 0, start: list[int] | None = None
+) -> Forest:
     """Trees of any shape: parents are uniform among a few of the nodes before."""
     rng = random.Random(seed)
     return Forest(
@@ -73,11 +89,12 @@ def random_forest(num_nodes: int, prefix: list[int], seed: int = 0) -> Forest:
             for _ in range(len(prefix))
         ],
         prefix,
+        start,
     )
 
 
-def chain(num_nodes: int, prefix: list[int]) -> Forest:
-    return Forest([list(range(-1, num_nodes - 1)) for _ in prefix], prefix)
+def chain(num_nodes: int, prefix: list[int], start: list[int] | None = None) -> Forest:
+    return Forest([list(range(-1, num_nodes - 1)) for _ in prefix], prefix, start)
 
 
 def attention_oracle(
@@ -90,12 +107,16 @@ def attention_oracle(
     softcap: float = 0.0,
     window: int = 0,
     sinks: Tensor | None = None,
-) -> Tensor:
-    """Tree attention in float64, a query at a time, over the slots that it sees and no others."""
+) -> tuple[Tensor, Tensor]:
+    """Tree attention in float64, a query at a time, over the slots that it sees and no others.
+
+    The second result is the logarithm of the denominators. Keys and values are not paged.
+    """
     batch, heads, num_queries, head_size = query.shape
     groups = heads // key.shape[1]
     scale = head_size**-0.5 if scale is None else scale
     out = torch.zeros(batch, heads, num_queries, value.shape[3], dtype=torch.float64)
+    lse = torch.zeros(batch, heads, num_queries, dtype=torch.float64)
     for b in range(batch):
         for m in range(num_queries):
             slots = forest.visible(b, forest.num_nodes - num_queries + m, window)
@@ -107,4 +128,5 @@ def attention_oracle(
                     scores = torch.cat([scores, sinks[h].double()[None]])
                 weights = scores.softmax(0)[: len(slots)]
                 out[b, h, m] = weights @ value[b, h // groups, slots].double()
-    return out
+                lse[b, h, m] = scores.logsumexp(0)
+    return out, lse

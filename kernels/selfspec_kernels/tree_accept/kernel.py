@@ -6,12 +6,29 @@ at once: a child of the current node whose token is the one wanted, the lowest s
 12 a node, once, plus 8 a step.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._dispatch import device_guard
+from .._specimen import Specimen
+
+
+@triton.jit
+def first_child(chosen, parents, node, BLOCK: tl.constexpr):
+    """The lowest chosen child of a node; BLOCK if there is none."""
+    return tl.min(tl.where(chosen & (parents == node), tl.arange(0, BLOCK), BLOCK), 0)
+
+
+@triton.jit
+def pad_path(path_ptr, num_accepted, max_depth, BLOCK: tl.constexpr):
+    """Write -1 behind the last accepted node."""
+    for start in range(num_accepted + 1, max_depth + 1, BLOCK):
+        level = start + tl.arange(0, BLOCK)
+        tl.store(path_ptr + level, -1, mask=level <= max_depth)
 
 
 @triton.jit(do_not_specialize=["size", "max_depth"])
@@ -35,19 +52,16 @@ def _tree_accept_kernel(
     tokens = tl.load(tokens_ptr + b * size + node, mask=in_tree, other=-1)
     parents = tl.load(parents_ptr + b * size + node, mask=in_tree, other=-1)
 
-    current = tl.zeros([], tl.int32)
     num_accepted = tl.zeros([], tl.int32)
     wanted = tl.load(target_tokens_ptr)
-    tl.store(path_ptr, current)
-    for level in range(max_depth):
-        chosen = in_tree & (parents == current) & (tokens == wanted)
-        child = tl.min(tl.where(chosen, node, BLOCK), 0)
-        # Once the walk has ended it finds no child again, since it stays where it is.
-        found = child < BLOCK
-        current = tl.where(found, child, current)
-        num_accepted += found.to(tl.int32)
-        tl.store(path_ptr + level + 1, tl.where(found, child, -1))
-        wanted = tl.load(target_tokens_ptr + current)
+    child = first_child(in_tree & (tokens == wanted), parents, 0, BLOCK)
+    tl.store(path_ptr, 0)
+    while (child < BLOCK) & (num_accepted < max_depth):
+        num_accepted += 1
+        tl.store(path_ptr + num_accepted, child)
+        wanted = tl.load(target_tokens_ptr + child)
+        child = first_child(in_tree & (tokens == wanted), parents, child, BLOCK)
+    pad_path(path_ptr, num_accepted, max_depth, BLOCK)
     tl.store(num_accepted_ptr + b, num_accepted)
     tl.store(next_token_ptr + b, wanted)
 
@@ -79,3 +93,13 @@ def tree_accept_triton(
             num_warps=1,
         )
     return path, num_accepted, next_token
+
+
+def specimens(part: str) -> Iterator[Specimen]:
+    """What the compile gate compiles for `part`: the greedy walk, and sampled acceptance."""
+    from . import kernel_sampled
+
+    types = dict.fromkeys(("path_ptr", "num_accepted_ptr", "parents_ptr", "num_nodes_ptr"), "*i32")
+    types |= dict.fromkeys(("next_token_ptr", "tokens_ptr", "target_tokens_ptr"), "*i64")
+    yield Specimen("greedy-128", _tree_accept_kernel, types, {"BLOCK": 128}, warps=1)
+    yield from kernel_sampled.specimens(part)

@@ -1,6 +1,9 @@
-"""Tile sizes of the tree attention kernel: a fixed table, so that nothing is tuned at run time."""
+"""Tile sizes of the tree attention kernel, chosen among the rows of the launch table."""
 
+from functools import lru_cache
 from typing import Literal, NamedTuple
+
+from ..tuning import rows
 
 
 class Blocks(NamedTuple):
@@ -14,50 +17,37 @@ class Blocks(NamedTuple):
     n: int
     warps: int
     stages: int
-    precision: Literal["ieee", "tf32x3"] = "ieee"
+    precision: Literal["ieee", "tf32x3"]
 
 
-# By bytes an item and head size, padded to a power of two; ascending in `m`. The rows, all G heads
-# of as many nodes as fit, share what is read of the cache, so more are better until they no longer
-# stay in registers: heads of 256 and float32 leave room for few.
-NVIDIA: dict[tuple[int, int], tuple[Blocks, ...]] = {
-    (2, 64): (
-        Blocks(16, 64, 4, 3),
-        Blocks(32, 64, 4, 2),
-        Blocks(64, 32, 4, 3),
-        Blocks(128, 32, 8, 3),
-    ),
-    (2, 128): (
-        Blocks(16, 64, 4, 3),
-        Blocks(32, 32, 4, 3),
-        Blocks(64, 32, 4, 2),
-        Blocks(128, 64, 8, 2),
-    ),
-    (2, 256): (Blocks(16, 32, 4, 3), Blocks(32, 16, 4, 3), Blocks(64, 32, 8, 2)),
-    (4, 64): (Blocks(16, 32, 4, 2, "tf32x3"), Blocks(32, 32, 4, 2, "tf32x3")),
-    (4, 128): (Blocks(16, 32, 4, 2, "tf32x3"),),
-    # Three TF32 products keep two halves of every query item in registers: too many of them here.
-    (4, 256): (Blocks(16, 16, 8, 1),),
-}
-# 64 KiB of shared memory, and eight warps leave only half of the registers to each.
-AMD: dict[tuple[int, int], tuple[Blocks, ...]] = {
-    (2, 64): (Blocks(16, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    (2, 128): (Blocks(16, 64, 4, 2), Blocks(64, 32, 4, 2)),
-    (2, 256): (Blocks(16, 32, 4, 2), Blocks(32, 32, 4, 2)),
-    (4, 64): (Blocks(16, 32, 4, 2), Blocks(32, 32, 4, 2)),
-    (4, 128): (Blocks(16, 32, 4, 2),),
-    (4, 256): (Blocks(16, 16, 8, 2),),
-}
+@lru_cache(maxsize=16)
+def tiles(part: str) -> dict[tuple[int, int], tuple[Blocks, ...]]:
+    """The tiles of a part, by bytes an item and width; ascending in `m`.
+
+    The rows of a tile, all G heads of as many nodes as fit, share what is read of the cache, so
+    more are better until they no longer stay in registers: heads of 256 and float32 leave room for
+    few.
+    """
+    found: dict[tuple[int, int], list[Blocks]] = {}
+    for row in rows("tree_attention", part):
+        blocks = Blocks(row["m"], row["n"], row["warps"], row["stages"], row["precision"])
+        found.setdefault((row["item_size"], row["width"]), []).append(blocks)
+    return {key: tuple(sorted(group)) for key, group in found.items()}
 
 
-def choose_blocks(rows: int, width: int, item_size: int, amd: bool) -> Blocks:
+def padded(size: int) -> int:
+    """A head size as the kernel holds it: a power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def choose_blocks(part: str, num_rows: int, width: int, item_size: int) -> Blocks:
     """Pick the smallest tile that holds all rows, or else the largest there is.
 
     Args:
-        rows: G * M, the rows of one key/value head.
-        width: The larger head size of key and value, padded to a power of two; at most 256.
+        part: Key of the launch table.
+        num_rows: G * M, the rows of one key/value head.
+        width: The larger head size of key and value, padded; at most 256.
         item_size: Bytes an item, 2 or 4.
-        amd: Whether the device is AMD's.
     """
-    table = (AMD if amd else NVIDIA)[item_size, max(width, 64)]
-    return next((blocks for blocks in table if blocks.m >= rows), table[-1])
+    fitting = tiles(part)[item_size, max(width, 64)]
+    return next((blocks for blocks in fitting if blocks.m >= num_rows), fitting[-1])

@@ -1,6 +1,7 @@
 """Tree attention in torch: the definition, and the path that CPU tensors take."""
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,7 +17,9 @@ def tree_attention_reference(
     softcap: float,
     window: int,
     sinks: Tensor | None,
-) -> Tensor:
+    *,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """See `selfspec_kernels.tree_attention`.
 
     The G query heads of a key/value head are packed with the M nodes into one dimension of G * M
@@ -27,20 +30,39 @@ def tree_attention_reference(
     groups = heads // kv_heads
     # Nothing is visible beyond, so a view of a whole preallocated cache costs no more than a slice.
     key_len = layout.max_prefix_len + layout.num_nodes
-    key, value = key[:, :, :key_len], value[:, :, :key_len]
-    packed = query.reshape(batch, kv_heads, groups * num_queries, -1)
-    if softcap > 0 or sinks is not None:
-        out = _explicit(packed, key, value, layout, scale, softcap, window, sinks)
+    if layout.block_table is None:
+        key, value = key[:, :, :key_len], value[:, :, :key_len]
     else:
-        bias = None
-        if not layout.sees_all(key_len, window):
-            bias = layout.bias(key_len, window, query.dtype, groups)
-        out = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scale)
-        if not query.is_cpu:
-            # Torch's CPU kernels give 0 for a query that sees nothing; other devices may not.
-            blind = layout.mask(key_len, window).any(dim=-1).logical_not()
-            out = out.masked_fill(blind.repeat(1, groups)[:, None, :, None], 0)
-    return out.reshape(batch, heads, num_queries, value_size)
+        hidden = layout.mask(key_len, window).any(dim=1).logical_not()[:, None, :, None]
+        key, value = (_gather(pages, layout.block_table, hidden) for pages in (key, value))
+    packed = query.reshape(batch, kv_heads, groups * num_queries, -1)
+    if softcap > 0 or sinks is not None or return_lse:
+        out, lse = _explicit(packed, key, value, layout, scale, softcap, window, sinks, return_lse)
+        out = out.reshape(batch, heads, num_queries, value_size)
+        return out, None if lse is None else lse.reshape(batch, heads, num_queries)
+    bias = None
+    if not layout.sees_all(key_len, window):
+        bias = layout.bias(key_len, window, query.dtype, groups)
+    out = scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scale)
+    if not query.is_cpu:
+        # Torch's CPU kernels give 0 for a query that sees nothing; other devices may not.
+        blind = layout.mask(key_len, window).any(dim=-1).logical_not()
+        out = out.masked_fill(blind.repeat(1, groups)[:, None, :, None], 0)
+    return out.reshape(batch, heads, num_queries, value_size), None
+
+
+def _gather(pages: Tensor, block_table: Tensor, hidden: Tensor) -> Tensor:
+    """The first slots of every row, copied out of their pages, with 0 in hidden ones.
+
+    Args:
+        pages: [pages, K, page_size, D].
+        block_table: int32 [B, P]; entries of pages that hold hidden slots only may be anything.
+        hidden: bool [B, 1, S, 1].
+    """
+    key_len, page_size = hidden.shape[2], pages.shape[2]
+    table = block_table[:, : (key_len + page_size - 1) // page_size].clamp(0, pages.shape[0] - 1)
+    rows = rearrange(pages[table], "b p k s d -> b k (p s) d")
+    return rows[:, :, :key_len].masked_fill(hidden, 0)
 
 
 def _explicit(
@@ -52,8 +74,9 @@ def _explicit(
     softcap: float,
     window: int,
     sinks: Tensor | None,
-) -> Tensor:
-    """Attention with what `scaled_dot_product_attention` lacks: soft cap and sinks.
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with what `scaled_dot_product_attention` lacks: soft cap, sinks, logsumexp.
 
     16-bit inputs are widened throughout, which on a CPU is no slower than 16-bit products.
     """
@@ -68,12 +91,12 @@ def _explicit(
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is None:
-        weights = scores.softmax(dim=-1)
-    else:
+    if sinks is not None:
         sink = sinks.to(dtype).view(1, kv_heads, -1, 1, 1).expand(*grouped[:-1], 1)
-        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+        scores = torch.cat([scores, sink], dim=-1)
+    lse = scores.logsumexp(dim=-1) if return_lse else None
+    weights = scores.softmax(dim=-1)[..., :key_len]
     # A softmax over nothing is NaN; filling the hidden entries once more leaves it 0.
     weights = weights.masked_fill(hidden, 0).view(batch, kv_heads, rows, key_len)
     unseen = mask.any(dim=1).logical_not()[:, None, :, None]
-    return torch.matmul(weights, value.to(dtype).masked_fill(unseen, 0)).to(packed.dtype)
+    return torch.matmul(weights, value.to(dtype).masked_fill(unseen, 0)).to(packed.dtype), lse

@@ -33,7 +33,7 @@ PARTS: dict[str, Part] = {
 def nearest_part(capability: int) -> str:
     """The newest part that is not newer than an NVIDIA `capability`, such as 90 for 9.0.
 
-    Shared memory goes by family: 8.7 is like 8.0 here, and 12.1 like 12.0.
+    8.7 thus gets the rows of 8.6, 10.3 those of 10.0, and each has the shared memory they need.
     """
     known = sorted(part.arch for part in PARTS.values() if isinstance(part.arch, int))
     older = [arch for arch in known if arch <= capability]
