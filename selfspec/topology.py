@@ -1,8 +1,10 @@
-"""Ancestors as packed bits, and the topology of chains."""
+"""The shape of trees: ancestors as packed bits, chains, trees from lists of parents."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,50 @@ def chain_topology(nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Te
     with torch.inference_mode(False):
         depth = torch.arange(nodes, dtype=torch.int32, device=device)[None]
         return depth - 1, depth, torch.tensor([bits], dtype=torch.int64, device=device)
+
+
+def topology_of(rows: list[list[int]], nodes: int, device: torch.device) -> dict[str, Any]:
+    """The fields of a `TokenTree` that say which node hangs where.
+
+    Args:
+        rows: Parents of every row's nodes, -1 for the root; rows shorter than `nodes` are padded.
+        nodes: N.
+        device: Where the tensors go.
+
+    Raises:
+        ValueError: If a parent does not come before its child, or a row has no root.
+    """
+    words = -(-nodes // WORD_BITS)
+    all_parents, all_depth, all_bits, children = [], [], [], []
+    for b, row in enumerate(rows):
+        if not 1 <= len(row) <= nodes or row[0] != -1:
+            raise ValueError(
+                f"parents of row {b} must start with -1 and have 1..{nodes} entries, got {row}."
+            )
+        depth, bits = [0], [1]
+        for n in range(1, len(row)):
+            if not 0 <= row[n] < n:
+                raise ValueError(
+                    f"node {n} of row {b} has parent {row[n]}; parents come before children."
+                )
+            depth.append(depth[row[n]] + 1)
+            bits.append(bits[row[n]] | 1 << n)
+        padding = range(len(row), nodes)  # sees itself only
+        bits += [1 << n for n in padding]
+        all_parents.append([*row, *(-1 for _ in padding)])
+        all_depth.append([*depth, *(0 for _ in padding)])
+        all_bits.append([words_of(value, words) for value in bits])
+        children.append(max(Counter(row[1:]).values(), default=0))
+    counts = [len(row) for row in rows]
+    return {
+        "parents": torch.tensor(all_parents, dtype=torch.int32, device=device),
+        "depth": torch.tensor(all_depth, dtype=torch.int32, device=device),
+        "ancestors": torch.tensor(all_bits, dtype=torch.int64, device=device),
+        "num_nodes": torch.tensor(counts, dtype=torch.int32, device=device),
+        "max_depth": max(map(max, all_depth)),
+        "max_nodes": max(counts),
+        "max_children": max(children),
+    }
 
 
 def ancestor_mask(ancestors: Tensor, nodes: int) -> Tensor:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from selfspec.topology import WORD_BITS, chain_topology, words_of
+from selfspec.topology import WORD_BITS, chain_topology, topology_of, words_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +58,7 @@ class TokenTree:
     resume: Resume | None = None
     max_depth: int = field(default=-1)
     max_nodes: int = field(default=-1)
+    max_children: int = field(default=-1)  # known wherever there is a log_q
 
     def __post_init__(self) -> None:
         """Check what can be checked without reading the device.
@@ -95,10 +95,10 @@ class TokenTree:
             object.__setattr__(self, "max_depth", int(self.depth.max()))
         if self.max_nodes < 0:
             object.__setattr__(self, "max_nodes", int(self.num_nodes.max()))
+        if self.max_children < 0 and self.log_q is not None:
+            object.__setattr__(self, "max_children", self._count_children())
 
-    @cached_property
-    def max_children(self) -> int:
-        """Most children of a node (reads the device, unless the tree was made as a chain)."""
+    def _count_children(self) -> int:
         live = torch.arange(self.width, device=self.parents.device) < self.num_nodes[:, None]
         parents = torch.where(live, self.parents, -1).long() + 1
         counts = parents.new_zeros(self.batch, self.width + 1)
@@ -167,7 +167,7 @@ class TokenTree:
         full = num_nodes is None
         if num_nodes is None:
             num_nodes = torch.full((batch,), nodes, dtype=torch.int32, device=tokens.device)
-        made = cls(
+        return cls(
             tokens=tokens,
             parents=parents.expand(batch, -1),
             depth=depth.expand(batch, -1),
@@ -177,9 +177,8 @@ class TokenTree:
             resume=resume,
             max_depth=nodes - 1,
             max_nodes=nodes if full else -1,
+            max_children=1,
         )
-        made.__dict__["max_children"] = 1  # known, so it need not be read
-        return made
 
     @classmethod
     def from_topology(
@@ -203,45 +202,12 @@ class TokenTree:
         batch, nodes = tokens.shape
         rows: list[list[int]]
         if len(parents) and isinstance(parents[0], int):
-            rows = [list(parents)] * batch  # type: ignore[arg-type]
+            rows = [list(parents) for _ in range(batch)]  # type: ignore[arg-type]
         else:
             rows = [list(row) for row in parents]  # type: ignore[arg-type]
         if len(rows) != batch:
             raise ValueError(f"parents has {len(rows)} rows, tokens has {batch}.")
-        words = -(-nodes // WORD_BITS)
-        all_parents, all_depth, all_bits = [], [], []
-        for b, row in enumerate(rows):
-            if not 1 <= len(row) <= nodes or row[0] != -1:
-                raise ValueError(
-                    f"parents of row {b} must start with -1 and have 1..{nodes} entries, got {row}."
-                )
-            depth, bits = [0], [1]
-            for n in range(1, len(row)):
-                if not 0 <= row[n] < n:
-                    raise ValueError(
-                        f"node {n} of row {b} has parent {row[n]}; parents come before children."
-                    )
-                depth.append(depth[row[n]] + 1)
-                bits.append(bits[row[n]] | 1 << n)
-            for n in range(len(row), nodes):  # padding sees itself only
-                row.append(-1)
-                depth.append(0)
-                bits.append(1 << n)
-            all_parents.append(row)
-            all_depth.append(depth)
-            all_bits.append([words_of(value, words) for value in bits])
-        device = tokens.device
-        counts = [sum(p >= 0 for p in row) + 1 for row in all_parents]
-        return cls(
-            tokens=tokens,
-            parents=torch.tensor(all_parents, dtype=torch.int32, device=device),
-            depth=torch.tensor(all_depth, dtype=torch.int32, device=device),
-            ancestors=torch.tensor(all_bits, dtype=torch.int64, device=device),
-            num_nodes=torch.tensor(counts, dtype=torch.int32, device=device),
-            log_q=log_q,
-            max_depth=max(map(max, all_depth)),
-            max_nodes=max(counts),
-        )
+        return cls(tokens=tokens, log_q=log_q, **topology_of(rows, nodes, tokens.device))
 
     @classmethod
     def from_paths(

@@ -10,17 +10,26 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from transformers import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 import selfspec
 from selfspec import fixed_step
+from selfspec.accept import accept
 from selfspec.arena import Arena, fingerprint
 from selfspec.fixed_cache import FixedCache
 from selfspec.fixed_step import FixedStep, bucket, pad_tree
+from selfspec.sampling import Sampler
 from selfspec.target import Target
 from selfspec.tree import TokenTree
 from tests.families import tiny
@@ -304,6 +313,7 @@ def kernels_without_launch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, module in list(sys.modules.items()):
         if name.startswith("selfspec_kernels.") and hasattr(module, "use_triton"):
             monkeypatch.setattr(module, "use_triton", lambda op, backend, tensor: True)
+    monkeypatch.setattr("selfspec.sampling.on_kernels", lambda logits: True)
     return launched
 
 
@@ -335,7 +345,23 @@ def test_a_step_reads_nothing_back(name: str, kernels_without_launch: list[str])
     assert isinstance(output.logits, FakeTensor)
     assert output.acceptance.table.shape == (2, 4 + 2 * 8)
     launched = " ".join(kernels_without_launch)
-    assert all(name in launched for name in ("attend", "tree_accept", "kv_commit"))
+    assert all(op in launched for op in ("attend", "partials", "tree_accept", "kv_commit"))
+
+
+@pytest.mark.parametrize("rule", ["traversal", "multiround"])
+def test_drawn_drafts_are_taken_without_reading(
+    rule: Any, kernels_without_launch: list[str]
+) -> None:
+    processors = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(9), TopPLogitsWarper(0.9)]
+    sampler = Sampler(LogitsProcessorList(processors), True, rule=rule)
+    state = SimpleNamespace(positions=lambda: [4, 7])
+    with FakeTensorMode():
+        tree = TokenTree.from_topology(
+            torch.zeros(2, 4, dtype=torch.int64), [-1, 0, 0, 1], log_q=torch.zeros(2, 4, 300)
+        )
+        out = accept(tree, torch.zeros(2, 4, 300), sampler, state)  # type: ignore[arg-type]
+    assert out.path.shape == (2, 3)
+    assert any("emit" in name for name in kernels_without_launch)
 
 
 def test_a_step_that_reads_would_be_caught(

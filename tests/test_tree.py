@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -166,3 +167,20 @@ def test_from_topology_refuses_what_cannot_be_walked() -> None:
     for parents in ([-1, 1, 0], [0, 0, 0], [-1, 0, 0, 0]):
         with pytest.raises(ValueError, match="parent"):
             TokenTree.from_topology(tokens, parents)
+
+
+def test_one_short_list_of_parents_for_all_rows() -> None:
+    tree = TokenTree.from_topology(torch.tensor([[1, 2, 3, 0], [4, 5, 6, 0]]), [-1, 0, 0])
+    assert tree.num_nodes.tolist() == [3, 3]
+    assert tree.parents.tolist() == [[-1, 0, 0, -1]] * 2
+    assert tree.max_children == 2
+
+
+@pytest.mark.parametrize(
+    ("parents", "most"), [([-1], 0), ([-1, 0, 1], 1), ([-1, 0, 0, 2, 2, 2], 3)]
+)
+def test_children_are_counted_alike_from_lists_and_tensors(parents: list[int], most: int) -> None:
+    tokens = torch.arange(len(parents))[None]
+    made = TokenTree.from_topology(tokens, parents)
+    read = dataclasses.replace(made, log_q=torch.zeros(1, len(parents), 8), max_children=-1)
+    assert made.max_children == read.max_children == most
