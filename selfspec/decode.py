@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from selfspec.drafters import Drafter
     from selfspec.fixed_step import FixedSteps
     from selfspec.metrics import SpecStats
+    from selfspec.noise import Source
     from selfspec.request import Request
     from selfspec.state import TargetOutput
     from selfspec.step import Step
@@ -64,6 +65,7 @@ class Decoder:
         request: Request,
         drafter: Drafter,
         controller: Controller,
+        source: Source,
         streamer: BaseStreamer | None,
         stats: SpecStats,
         on_step: Callable[[Step], None] | None,
@@ -74,6 +76,7 @@ class Decoder:
             request: One that our loop takes.
             drafter: Freshly reset.
             controller: Sets draft budgets.
+            source: Of random numbers.
             streamer: As passed to `generate`.
             stats: Counts every step.
             on_step: Called with every step.
@@ -84,12 +87,14 @@ class Decoder:
         options = request.generation_config
         architecture = self.target.architecture
         batch = request.batch
+        source.check(batch)
         sampler = Sampler(
             request.processors,
             options.do_sample,
             keep_scores=options.return_dict_in_generate and options.output_scores,
             keep_logits=options.return_dict_in_generate and options.output_logits,
             rule=self.options.acceptance,
+            source=source,
         )
         stops = StopRules(request.criteria, batch)
         pad = options._pad_token_tensor

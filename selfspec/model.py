@@ -18,6 +18,7 @@ from selfspec.decode import Decoder
 from selfspec.drafters import CombinedDrafter, Drafter
 from selfspec.drafters.named import label, resolve
 from selfspec.metrics import SpecStats
+from selfspec.noise import Generators, Source, check_generator
 from selfspec.propose import check_taps
 from selfspec.request import Request
 from selfspec.step import Step
@@ -119,7 +120,7 @@ class SpeculativeModel:
         self._costs = StepCosts()
         self._drafter_lock = threading.Lock()
         self._warned: set[str] = set()
-        self._on_step: threading.local = threading.local()
+        self._call: threading.local = threading.local()  # what `generate` does not pass on
         self._shadow = self._make_shadow()
 
     def _make_shadow(self) -> Any:
@@ -141,13 +142,33 @@ class SpeculativeModel:
 
     # ------------------------------------------------------------------ what users call
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, generator: Generators = None, **kwargs: Any) -> Any:
         """Transformers' `generate`, sooner: same arguments, return types, errors and text.
 
         What cannot be decoded in blocks exactly (see the README) goes to transformers' own loop,
         with one log line per reason.
+
+        Args:
+            *args: As for `model.generate`.
+            generator: Where sampling draws from instead of torch's own generator: one on the
+                model's device, or one for every sequence, which then gets the text that it would
+                get alone.
+            **kwargs: As for `model.generate`.
+
+        Raises:
+            TypeError: If `generator` is something else.
+            ValueError: If there are not as many generators as sequences, or the request has to go
+                to transformers' own loop, which takes none.
         """
-        return self._shadow.generate(*args, **kwargs)
+        check_generator(generator)
+        self._call.generator = generator
+        try:
+            result = self._shadow.generate(*args, **kwargs)
+        finally:
+            unused = self._call.__dict__.pop("generator", None)
+        if unused is not None:  # beams and the like never reach our loop
+            raise ValueError("generator: only greedy and sampled decoding takes one.")
+        return result
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Step]:
         """Generate step by step.
@@ -164,9 +185,9 @@ class SpeculativeModel:
         """
 
         def run(on_step: Callable[[Step], None]) -> None:
-            self._on_step.callback = on_step
+            self._call.on_step = on_step
             self.generate(*args, **kwargs)
-            if "callback" in self._on_step.__dict__:  # beams and the like never reach our loop
+            if "on_step" in self._call.__dict__:  # beams and the like never reach our loop
                 raise ValueError("stream: only greedy and sampled decoding has steps.")
 
         return stream_steps(run)
@@ -264,7 +285,8 @@ class SpeculativeModel:
             synced_gpus,
             model_kwargs,
         )
-        on_step = self._on_step.__dict__.pop("callback", None)
+        on_step = self._call.__dict__.pop("on_step", None)
+        generator = self._call.__dict__.pop("generator", None)
         obstacle = (
             request.obstacle(self._target.architecture, self.model.training)
             if self.enabled
@@ -273,6 +295,8 @@ class SpeculativeModel:
         if obstacle is not None:
             if on_step is not None:
                 raise ValueError(f"stream: this request cannot be decoded in steps: {obstacle}.")
+            if generator is not None:
+                raise ValueError(f"generator: transformers' own loop takes none: {obstacle}.")
             if self.enabled and obstacle not in self._warned:
                 self._warned.add(obstacle)
                 logger.warning("selfspec: left to transformers' own loop: %s.", obstacle)
@@ -293,7 +317,10 @@ class SpeculativeModel:
             check_taps(drafter, self._target.architecture.num_layers)
             drafter.reset()
             controller = self._controller(request)
-            return self._decoder.decode(request, drafter, controller, streamer, stats, on_step)
+            source = Source(generator)
+            return self._decoder.decode(
+                request, drafter, controller, source, streamer, stats, on_step
+            )
         finally:
             release()
             self.stats.add(stats)

@@ -17,6 +17,8 @@ from selfspec_kernels import keep_mask, row_stats
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from selfspec.noise import Noise, Source
+
 if TYPE_CHECKING:
     from selfspec.state import DecodeState
 
@@ -87,7 +89,8 @@ class Sampler:
         do_sample: Draw, or take the maximum.
         keep_scores: Whether the scores that choices are made from will be returned.
         keep_logits: Whether the logits under them will be.
-        rule: Which of two lossless rules takes drafts that were drawn; see `SpecConfig`.
+        rule: How drafts are taken when tokens are drawn; see `SpecConfig.acceptance`.
+        source: Where random numbers come from; torch's own generator by default.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Sampler:
         keep_scores: bool = False,
         keep_logits: bool = False,
         rule: Literal["traversal", "multiround"] = "traversal",
+        source: Source | None = None,
     ) -> None:
         self.rule: Literal["traversal", "multiround"] = rule
         self.stateful = stateful_processor(processors) is not None
@@ -107,7 +111,8 @@ class Sampler:
         self.keep_logits = keep_logits
         self.prefix_free = all(type(p) in _PREFIX_FREE for p in processors)
         self._fused = _fused_filters(processors)
-        self._noise: _Noise | None = None
+        self._source = source or Source()
+        self._noise: Noise | None = None
         self._seeds: Tensor | None = None
 
     @property
@@ -171,7 +176,7 @@ class Sampler:
             return argmax(scores)
         batch, _, vocab = scores.shape
         if self._noise is None:
-            self._noise = _Noise(batch, vocab, scores)
+            self._noise = Noise(self._source, batch, vocab, scores)
         noise = self._noise
         probabilities = scores.softmax(-1)
         if probabilities.is_cpu and not bool(probabilities.sum(-1).isfinite().all()):
@@ -187,7 +192,7 @@ class Sampler:
         would.
         """
         if self._seeds is None:
-            self._seeds = torch.randint(1 << 62, (batch,))
+            self._seeds = self._source.keys(batch)
         return self._seeds
 
     def release(self, state: DecodeState) -> None:
@@ -232,49 +237,3 @@ def _fused_filters(processors: hf.LogitsProcessorList) -> dict[str, Any] | None:
             return None
         filters[_FILTERS[kind]] = getattr(processor, _FILTERS[kind])
     return filters or None
-
-
-class _Noise:
-    """Exponential noise by position: block t is the t-th that plain `generate` would draw."""
-
-    def __init__(self, batch: int, vocab: int, like: Tensor) -> None:
-        self.shape = (batch, vocab)
-        self.device = like.device
-        self.dtype = like.dtype
-        self.blocks: dict[int, Tensor] = {}
-        self.after: dict[int, Tensor] = {}  # generator state when t blocks have been drawn
-        self.drawn = 0
-        self._remember()
-
-    def _state(self) -> Tensor:
-        if self.device.type == "cuda":
-            return torch.cuda.get_rng_state(self.device)
-        return torch.get_rng_state()
-
-    def _remember(self) -> None:
-        self.after[self.drawn] = self._state()
-
-    def at(self, t: int) -> Tensor:
-        """Noise [B, V] of position t, drawn when first asked for."""
-        while self.drawn <= t:
-            self.blocks[self.drawn] = torch.empty(
-                self.shape, device=self.device, dtype=self.dtype
-            ).exponential_()
-            self.drawn += 1
-            self._remember()
-        return self.blocks[t]
-
-    def forget(self, t: int) -> None:
-        """Drop blocks before position t."""
-        for old in [key for key in self.blocks if key < t]:
-            del self.blocks[old]
-        for old in [key for key in self.after if key < t]:
-            del self.after[old]
-
-    def rewind(self, t: int) -> None:
-        """Put the generator back to where t blocks had been drawn."""
-        if t in self.after and t < self.drawn:
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(self.after[t], self.device)
-            else:
-                torch.set_rng_state(self.after[t])

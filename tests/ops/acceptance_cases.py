@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 from selfspec_kernels import _philox
-from selfspec_kernels.tree_accept import tree_accept_sampled
+from selfspec_kernels.tree_accept import reference, tree_accept_sampled
 from torch import Tensor
 
-from .acceptance_oracle import Pair, decide
-from .trees import Forest
+from .acceptance_oracle import Pair, chances, decide
+from .trees import Forest, chain
 
 RULES = ["traversal", "multiround"]
 # Levels are computed in float32: a coin as near as this to one may fall on either side.
@@ -75,8 +75,7 @@ class Batch:
     def coins(self) -> Tensor:
         """[B, N]: what the op tosses, by the definition of its random numbers."""
         nodes = torch.arange(self.tokens.shape[1])
-        at = self.position[:, None] + self.forest.layout().depth
-        return _philox.uniform(self.seed[:, None], nodes, at, _philox.ACCEPT)
+        return _philox.uniform(self.seed[:, None], nodes, self.position[:, None], _philox.ACCEPT)
 
 
 def run(batch: Batch, backend: str, rule: str, **changes: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,6 +132,41 @@ def spelt_out(batch: Batch, rule: str, max_depth: int = 99) -> list[tuple[list[i
         )
         for b, count in enumerate(batch.counts)
     ]
+
+
+def assert_chances(batch: Batch, backend: str, rule: str, max_depth: int = 99) -> None:
+    """Hold level and residual of every node that matters to float64; more strict than coins are."""
+    arguments = batch.arguments()
+    p = (batch.scores.float() - batch.logsumexp[..., None]).exp()
+    q = batch.log_q.exp()
+    bounds = arguments["max_children"], rule
+    inside = torch.arange(batch.tokens.shape[1]) < arguments["num_nodes"][:, None]
+    inside &= arguments["depth"] <= max_depth
+    if backend == "reference":
+        drafted = inside & (batch.parents >= 0)
+        level, _ = reference._chances(batch.tokens, batch.parents, drafted, p, q, *bounds)
+    else:
+        from selfspec_kernels.tree_accept import kernel_levels, kernel_sampled
+
+        names = ("tokens", "parents", "depth", "num_nodes", "scores", "logsumexp", "log_q")
+        tensors = [arguments[name] for name in names]
+        state = kernel_sampled._chances(*tensors, max_depth, *bounds)
+        level = state[:, kernel_levels.LEVEL.value]
+        t, mass = (state[:, row.value, :, None] for row in (kernel_levels.T, kernel_levels.MASS))
+        p = (p - t * q).clamp(min=0) / mass
+    for b in range(len(batch.counts)):
+        exact_level, exact_p = chances(
+            batch.tokens[b].tolist(),
+            torch.where(inside[b], batch.parents[b], -1).tolist(),
+            batch.scores[b].double().softmax(-1).tolist(),
+            batch.log_q[b].double().softmax(-1).tolist(),
+            rule,
+        )
+        for n, value in exact_level.items():
+            assert abs(max(level[b, n].item(), 0) - value) < NEAR, (b, n)
+        for n, values in exact_p.items():
+            assert (p[b, n].double() - torch.tensor(values, dtype=torch.float64)).abs().max() < NEAR
+        assert not (level[b, ~inside[b]] > 0).any(), b
 
 
 def assert_decisions(batch: Batch, got: tuple[Tensor, Tensor, Tensor], expected: list) -> None:
@@ -242,5 +276,35 @@ def chi_square(rule: str, nodes: int = 7, rows: int = 20_000) -> float:
     return float(((counts - expected) ** 2 / expected).sum())
 
 
+def chi_square_of_one(rows: int = 20_000) -> float:
+    """Of the first token, with 3 degrees of freedom, where shared random numbers would show.
+
+    Node 1's coin and token 1's noise have the same index: were they one number, a rejected draft
+    would speak against token 1, which has half of what is left then.
+    """
+    p = torch.tensor([0.05, 0.45, 0.45, 0.05])
+    drafts = torch.randint(4, (rows, 1), generator=torch.Generator().manual_seed(0))
+    layout = chain(2, [0]).layout()
+    _, num_accepted, next_token = tree_accept_sampled(
+        torch.cat([drafts * 0, drafts], 1),
+        torch.tensor([[-1, 0]], dtype=torch.int32).expand(rows, -1),
+        layout.ancestors.expand(rows, -1, -1),
+        layout.depth.expand(rows, -1),
+        torch.full((rows,), 2, dtype=torch.int32),
+        p.log().expand(rows, 2, 4),
+        torch.zeros(rows, 2),
+        torch.full((rows, 2, 4), 0.25).log(),
+        seed=torch.arange(rows) * 2**33,
+        position=torch.zeros(rows, dtype=torch.int32),
+        max_depth=1,
+        max_children=1,
+    )
+    first = torch.where(num_accepted > 0, drafts[:, 0], next_token)
+    counts, expected = torch.bincount(first, minlength=4), rows * p
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+# Mean 3, standard deviation 2.4.
+MOST_OF_ONE = 3 + 5 * 2.4
 # 63 degrees of freedom: mean 63, standard deviation 11.2. Broken rules give hundreds.
 MOST = 63 + 5 * 11.2

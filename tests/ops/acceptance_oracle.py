@@ -1,7 +1,8 @@
 """Sampled acceptance spelt out in fractions, a node at a time, and the law of what it emits.
 
 `decide` is the recursion of the papers on one drafted tree with given coins; `law` takes the
-expectation over drafts and coins. Both are made of `chance` and `failed`, which take floats too.
+expectation over drafts and coins; `chances` has what the decisions rest on. All are made of
+`chance` and `failed`, which take floats too.
 Nothing here shares code with the package.
 """
 
@@ -34,6 +35,46 @@ def failed(r: Fraction, p: Law, q: Law, x: int) -> tuple[Fraction, Law, Law]:
     return r_next, p, [b / total for b in left] if total else left
 
 
+def children(
+    tokens: list[int], parents: list[int], node: int, depth: int = 0, max_depth: int = 99
+) -> list[int]:
+    """Children of a node, without those that repeat a sibling's token."""
+    found: dict[int, int] = {}
+    for n in range(1, len(parents)):
+        if parents[n] == node and depth < max_depth:
+            found.setdefault(tokens[n], n)
+    return list(found.values())
+
+
+def chances(
+    tokens: list[int], parents: list[int], p: list[Law], q: list[Law], rule: str
+) -> tuple[dict[int, Fraction], dict[int, Law]]:
+    """The level at which a node tosses its coin, and what its next token would be drawn from.
+
+    Of the nodes that can come to it: behind a child that is sure to emit nothing does.
+    """
+    level: dict[int, Fraction] = {0: Fraction(1)}
+    left: dict[int, Law] = {}
+
+    def visit(node: int, r: Fraction) -> None:
+        here_p, here_q = p[node], q[node]
+        for child in children(tokens, parents, node):
+            tried = chance(r, here_p, here_q, tokens[child])
+            level[child] = tried
+            visit(child, tried if rule == "traversal" else Fraction(1))
+            if tried > 0.999:
+                level.pop(node if rule == "traversal" else None, None)
+                return
+            r, here_p, here_q = failed(r, here_p, here_q, tokens[child])
+        if r > 0:
+            left[node] = here_p
+        if rule == "traversal":
+            level[node] = r
+
+    visit(0, Fraction(1))
+    return level, left
+
+
 def decide(
     tokens: list[int],
     parents: list[int],
@@ -45,7 +86,7 @@ def decide(
 ) -> tuple[list[int], Law, Fraction]:
     """The accepted path, what the next token is drawn from, and how close a coin came to its level.
 
-    p and q are by node. A sibling that repeats a token is passed over.
+    p and q are by node.
     """
     margin = Fraction(1)
 
@@ -54,16 +95,12 @@ def decide(
         margin = min(margin, abs(coins[node] - level))
         return coins[node] < level
 
-    def children(path: list[int]) -> list[int]:
-        found: dict[int, int] = {}
-        for n in range(1, len(parents)):
-            if parents[n] == path[-1] and len(path) <= max_depth:
-                found.setdefault(tokens[n], n)
-        return list(found.values())
+    def below(path: list[int]) -> list[int]:
+        return children(tokens, parents, path[-1], len(path) - 1, max_depth)
 
     def visit(path: list[int], r: Fraction) -> tuple[list[int], Law] | None:
         here_p, here_q = p[path[-1]], q[path[-1]]
-        for child in children(path):
+        for child in below(path):
             emitted = visit([*path, child], chance(r, here_p, here_q, tokens[child]))
             if emitted:
                 return emitted
@@ -72,7 +109,7 @@ def decide(
 
     def walk(path: list[int]) -> tuple[list[int], Law]:
         here_p, here_q = p[path[-1]], q[path[-1]]
-        for child in children(path):
+        for child in below(path):
             if tossed(child, chance(Fraction(1), here_p, here_q, tokens[child])):
                 return walk([*path, child])
             _, here_p, here_q = failed(Fraction(1), here_p, here_q, tokens[child])

@@ -40,7 +40,7 @@ def placed(value: Any, device: torch.device) -> Any:
     if is_dataclass(value):
         names = [field.name for field in fields(value) if field.init]
         return replace(value, **{name: placed(getattr(value, name), device) for name in names})
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return type(value)(placed(item, device) for item in value)
     return value
 
@@ -51,7 +51,7 @@ def returned(value: Any, original: Any) -> None:
         here = value.cpu()
         if not torch.equal(*(x.contiguous().view(torch.uint8) for x in (here, original))):
             original.copy_(here)
-    elif isinstance(original, list | tuple):
+    elif type(original) in (list, tuple):
         for one, other in zip(value, original, strict=True):
             returned(one, other)
 
@@ -63,17 +63,17 @@ def fetched(value: Any) -> Any:
     if is_dataclass(value):
         found = {field.name: fetched(getattr(value, field.name)) for field in fields(value)}
         return replace(value, **found)
-    return tuple(map(fetched, value)) if isinstance(value, tuple) else value
+    return tuple(map(fetched, value)) if type(value) is tuple else value
 
 
 def detoured(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """`launcher` for tensors on a CPU, run on the device."""
 
     @wraps(launcher)
-    def call(*args: Any) -> Any:
-        there = placed(args, DEVICE)
-        result = launcher(*there)
-        returned(there, args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        there, named = placed(args, DEVICE), placed([*kwargs.values()], DEVICE)
+        result = launcher(*there, **dict(zip(kwargs, named, strict=True)))
+        returned((*there, *named), (*args, *kwargs.values()))
         return fetched(result)
 
     return call

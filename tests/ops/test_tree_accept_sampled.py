@@ -11,10 +11,13 @@ from torch import Tensor
 
 from .acceptance_cases import (
     MOST,
+    MOST_OF_ONE,
     RULES,
     assert_a_coin_at_its_level_fails,
+    assert_chances,
     assert_decisions,
     chi_square,
+    chi_square_of_one,
     drawn,
     noisy,
     run,
@@ -75,6 +78,7 @@ CASES = {
 def test_against_the_recursion(backend, case, rule):
     forest, counts, vocab = CASES[case]
     batch = noisy(forest, counts, vocab, seed=len(case))
+    assert_chances(batch, backend, rule)
     got = run(batch, backend, rule)
     expected = spelt_out(batch, rule)
     assert_decisions(batch, got, expected)
@@ -87,6 +91,7 @@ def test_against_the_recursion(backend, case, rule):
 def test_a_repeated_token_counts_once(backend, rule):
     forest = random_forest(9, [0] * (200 if backend == "reference" else 4), seed=3)
     batch = noisy(forest, [9] * len(forest.parents), 3, seed=1, repeats=True)
+    assert_chances(batch, backend, rule)
     assert_decisions(batch, run(batch, backend, rule), spelt_out(batch, rule))
 
 
@@ -104,9 +109,11 @@ def test_bounds_cut_the_tree(backend, rule):
     assert not path.any()
     assert not num_accepted.any()
     # Only first children are left: the tree without the others.
-    path, _, _ = run(batch, backend, rule, max_children=1)
+    got = run(batch, backend, rule, max_children=1)
     for b, parents in enumerate(forest.parents):
-        assert all(parents.index(parents[n]) == n for n in path[b, 1:].tolist() if n > 0)
+        assert all(parents.index(parents[n]) == n for n in got[0][b, 1:].tolist() if n > 0)
+    if backend == "triton":
+        assert all(map(torch.equal, got, run(batch, "reference", rule, max_children=1)))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -211,6 +218,10 @@ def test_a_coin_equal_to_the_level_fails(backend, rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_emitted_tokens_follow_the_target(rule, nodes):
     assert chi_square(rule, nodes) < MOST
+
+
+def test_coins_and_residuals_share_no_number():
+    assert chi_square_of_one() < MOST_OF_ONE
 
 
 def good() -> dict[str, Any]:

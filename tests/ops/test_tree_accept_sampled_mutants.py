@@ -4,20 +4,23 @@ import sys
 
 import pytest
 import torch
-from selfspec_kernels.tree_accept import tree_accept_sampled
+from selfspec_kernels.tree_accept import reference, tree_accept_sampled
 
 from .acceptance_cases import (
     MOST,
+    MOST_OF_ONE,
     RULES,
     assert_a_coin_at_its_level_fails,
+    assert_chances,
     assert_decisions,
     chi_square,
+    chi_square_of_one,
     noisy,
     run,
     spelt_out,
 )
 from .mutation import listed, load
-from .trees import random_forest
+from .trees import Forest, random_forest
 
 
 def reference_is_right() -> bool:
@@ -26,10 +29,12 @@ def reference_is_right() -> bool:
     try:
         for rule in RULES:
             assert_a_coin_at_its_level_fails("reference", rule)
+            assert_chances(batch, "reference", rule)
             for bound in (2, 9):
                 got = run(batch, "reference", rule, max_depth=bound)
                 assert_decisions(batch, got, spelt_out(batch, rule, bound))
             assert max(chi_square(rule, nodes) for nodes in (2, 7)) < MOST
+        assert chi_square_of_one() < MOST_OF_ONE
     except AssertionError:
         return False
     return True
@@ -52,28 +57,44 @@ REFERENCE_MUTANTS = {
     "last child first": {'"amin")': '"amax")', "(batch, size + 1), size)": "(batch, size + 1), 0)"},
     "next token from the root": {"weight = p[rows, last[:, 0]]": "weight = p[:, 0]"},
     "one stream for coin and token": {"at, RESIDUAL)": "at, ACCEPT)"},
-    "one number for two depths": {"position[:, None] + depth, ACCEPT": "position[:, None], ACCEPT"},
+    "one number for all nodes": {
+        "node, position[:, None], ACCEPT": "node * 0, position[:, None], ACCEPT"
+    },
 }
 
 
 @pytest.mark.parametrize("changes", listed(REFERENCE_MUTANTS))
 def test_reference_mutant_is_caught(changes, tmp_path, monkeypatch):
     name = "tree_accept_sampled_reference"
-    mutant = getattr(load("tree_accept", "reference.py", changes, tmp_path), name)
-    monkeypatch.setattr(sys.modules[tree_accept_sampled.__module__], name, mutant)
+    mutant = load("tree_accept", "reference.py", changes, tmp_path)
+    monkeypatch.setattr(sys.modules[tree_accept_sampled.__module__], name, getattr(mutant, name))
+    monkeypatch.setattr(reference, "_chances", mutant._chances)
     assert reference_is_right() is not bool(changes)
 
 
-def kernel_is_right() -> bool:
+# Siblings, nodes below the first and below the second of them, padding that looks like a node.
+TREES = Forest([[-1, 0, 0, 0, 1, 1, 2, 2], [-1, 0, 0, 1, 1, 1, 3, 0]], [0, 0])
+
+
+def levels_are_right() -> bool:
+    batch = noisy(TREES, [8, 6], 6, seed=2, distance=2.0)
+    batch.tokens[1, 4] = batch.tokens[1, 3]
+    try:
+        for rule, bound in (("traversal", 9), ("multiround", 9), ("multiround", 1)):
+            assert_chances(batch, "triton", rule, bound)
+    except AssertionError:
+        return False
+    return True
+
+
+def draw_is_right() -> bool:
     """Against the reference, which tosses the same coins."""
-    forest = random_forest(7, [0] * 4, seed=6)
-    batch = noisy(forest, [7, 7, 5, 7], 4, seed=2, repeats=True)
+    forest = Forest(TREES.parents * 8, [0] * 16)
+    batch = noisy(forest, [8, 6] * 8, 6, seed=1, distance=1.5)
     try:
         assert_a_coin_at_its_level_fails("triton", "traversal")
-        for rule, bound in (("traversal", 9), ("multiround", 9), ("traversal", 2)):
-            got, expected = (
-                run(batch, backend, rule, max_depth=bound) for backend in ("triton", "reference")
-            )
+        for rule in RULES:
+            got, expected = (run(batch, backend, rule) for backend in ("triton", "reference"))
             assert all(map(torch.equal, got, expected))
     except AssertionError:
         return False
@@ -94,7 +115,9 @@ LEVELS_MUTANTS = {
 }
 SAMPLED_MUTANTS = {
     "coin at its level passes": {"_ACCEPT) < level": "_ACCEPT) <= level"},
-    "one number for two depths": {"position + depth, _ACCEPT": "position, _ACCEPT"},
+    "one number for all nodes": {
+        "seed, node, position, _ACCEPT": "seed, node * 0, position, _ACCEPT"
+    },
     "break at the first reject": {"passed = drafted & emits": "passed = passed"},
     "one stream for coin and token": {"at_position, _RESIDUAL": "at_position, _ACCEPT"},
     "next token from p": {"p - t * probability(log_q)": "p"},
@@ -111,7 +134,7 @@ def test_mutant_of_levels_is_caught(changes, tmp_path, monkeypatch):
 
     mutant = load("tree_accept", "kernel_levels.py", changes, tmp_path)
     monkeypatch.setattr(kernel_sampled, "levels", mutant)
-    assert kernel_is_right() is not bool(changes)
+    assert levels_are_right() is not bool(changes)
 
 
 @pytest.mark.interpret
@@ -123,4 +146,4 @@ def test_mutant_of_walk_or_draw_is_caught(changes, tmp_path, monkeypatch):
     name = "tree_accept_sampled_triton"
     mutant = getattr(load("tree_accept", "kernel_sampled.py", changes, tmp_path), name)
     monkeypatch.setattr(kernel_sampled, name, mutant)
-    assert kernel_is_right() is not bool(changes)
+    assert draw_is_right() is not bool(changes)

@@ -115,7 +115,8 @@ def tree_accept_sampled(
         log_q: float32 [B, N, V], normalised; not read at nodes without children.
         seed: int64 [B], the random key of every row.
         position: int32 [B]: how many tokens the row has emitted, which is the position of the token
-            after its root. The same seed and position give the same numbers.
+            after its root. The same seed and position give the same numbers, so it has to grow from
+            call to call.
         max_depth: Most draft tokens to accept; a bound of the depth of the trees.
         max_children: A bound of the children of a node, 1 for chains. The kernel is launched
             max_depth * (max_children - 1) + 1 times ("multiround": max_children), at most N - 1.

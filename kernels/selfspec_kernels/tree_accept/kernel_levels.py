@@ -16,8 +16,8 @@ import triton.language as tl
 
 # Rows of `state`, float32 by node. LEVEL is the chance of a node that is tried: 0 below a node of
 # chance 0, negative while its turn has not come. P and Q are those of its own token in its parent's
-# distributions; P is negative for nodes that do not count. T, MASS and REST (of q, less the tokens of
-# failed children) belong to it as a parent; NEXT_T is t in the coming stage, -1 for none.
+# distributions; P is negative for nodes that do not count. T, MASS and REST (of q, less the tokens
+# of failed children) belong to it as a parent; NEXT_T is t in the coming stage, -1 for none.
 T, MASS, REST, LEVEL, P, Q, NEXT_T = (tl.constexpr(i) for i in range(7))
 STATE = tl.constexpr(7)
 # Rows of `links`, int32 by node: place among siblings, children tried, children.

@@ -87,8 +87,8 @@ def _emit_kernel(
     parents = tl.load(parents_ptr + b * size + node, mask=inside, other=-1)
     level = tl.load(state_ptr + LEVEL * size + node, mask=inside, other=-1.0)
     drafted = tl.load(state_ptr + P * size + node, mask=inside, other=-1.0) >= 0
-    depth = tl.load(depth_ptr + node, mask=inside, other=0)
-    passed = drafted & (_uniform(seed, node, position + depth, _ACCEPT) < level)
+    # By the root's position: the number of a node recurs in later steps, that position never does.
+    passed = drafted & (_uniform(seed, node, position, _ACCEPT) < level)
     if TRAVERSAL:
         # A subtree emits if one of its nodes passes: bit m of the ancestors of some such node.
         emits = node < 0
@@ -175,33 +175,16 @@ def tree_accept_sampled_triton(
     if batch == 0:
         return path, num_accepted, next_token
     row = rows("tree_accept", part_of(device))[0]
-    block = row["block"]
-    num_blocks = triton.cdiv(vocab, block)
-    block_n = max(16, triton.next_power_of_2(size))
-    small_warps = min(8, max(1, block_n // 32))
-    max_children = min(max_children, size)
-    traversal = rule == "traversal"
-    stages = max_depth * (max_children - 1) + 1 if traversal else max_children
-    stages = min(stages, size - 1) if max_depth > 0 else 0
-
+    num_blocks = triton.cdiv(vocab, row["block"])
     tokens, parents, ancestors = tokens.contiguous(), parents.contiguous(), ancestors.contiguous()
     depth, logsumexp = depth.contiguous(), logsumexp.contiguous()
     # Tokens of one node have to be neighbours; nodes and rows may be apart.
     scores, log_q = (x if x.stride(2) == 1 else x.contiguous() for x in (scores, log_q))
-    state = torch.empty((batch, STATE.value, size), dtype=torch.float32, device=device)
-    links = torch.empty((batch, LINKS.value, size), dtype=torch.int32, device=device)
-    children = torch.empty((batch, size, max_children), dtype=torch.int32, device=device)
-    sums = torch.empty((batch, 2, size, num_blocks), dtype=torch.float32, device=device)
+    strides = (scores.stride(0), scores.stride(1), log_q.stride(0), log_q.stride(1))
     best = torch.empty((batch, num_blocks), dtype=torch.float32, device=device)
     best_token = torch.empty((batch, num_blocks), dtype=torch.int32, device=device)
-    strides = (scores.stride(0), scores.stride(1), log_q.stride(0), log_q.stride(1))
-
-    def advance(first: bool) -> None:
-        levels.advance_kernel[(batch,)](
-            state,
-            links,
-            children,
-            sums,
+    with device_guard(tokens):
+        state = _chances(
             tokens,
             parents,
             depth,
@@ -209,40 +192,10 @@ def tree_accept_sampled_triton(
             scores,
             logsumexp,
             log_q,
-            *strides,
-            size,
-            vocab,
             max_depth,
             max_children,
-            num_blocks,
-            FIRST=first,
-            TRAVERSAL=traversal,
-            BLOCK=block_n,
-            CHUNK=16,
-            num_warps=small_warps,
+            rule,
         )
-
-    with device_guard(tokens):
-        advance(True)
-        for _ in range(stages):
-            levels.sum_kernel[(num_blocks, size, batch)](
-                sums,
-                state,
-                links,
-                children,
-                tokens,
-                scores,
-                logsumexp,
-                log_q,
-                *strides,
-                size,
-                vocab,
-                max_children,
-                num_blocks,
-                BLOCK=block,
-                num_warps=row["warps"],
-            )
-            advance(False)
         _emit_kernel[(num_blocks, batch)](
             path,
             num_accepted,
@@ -262,10 +215,10 @@ def tree_accept_sampled_triton(
             vocab,
             max_depth,
             num_blocks,
-            TRAVERSAL=traversal,
+            TRAVERSAL=rule == "traversal",
             WORDS=ancestors.shape[2],
-            BLOCK_N=block_n,
-            BLOCK=block,
+            BLOCK_N=_lanes(size),
+            BLOCK=row["block"],
             num_warps=row["warps"],
         )
         _pick_kernel[(batch,)](
@@ -273,10 +226,85 @@ def tree_accept_sampled_triton(
             best,
             best_token,
             num_blocks,
-            BLOCK=max(16, triton.next_power_of_2(num_blocks)),
+            BLOCK=_lanes(num_blocks),
             num_warps=1,
         )
     return path, num_accepted, next_token
+
+
+def _lanes(count: int) -> int:
+    return max(16, triton.next_power_of_2(count))
+
+
+def _chances(
+    tokens: Tensor,
+    parents: Tensor,
+    depth: Tensor,
+    num_nodes: Tensor,
+    scores: Tensor,
+    logsumexp: Tensor,
+    log_q: Tensor,
+    max_depth: int,
+    max_children: int,
+    rule: str,
+) -> Tensor:
+    """The state of all nodes, float32 [B, STATE, N], once every child has been tried."""
+    batch, size, vocab = scores.shape
+    row = rows("tree_accept", part_of(tokens.device))[0]
+    num_blocks = triton.cdiv(vocab, row["block"])
+    max_children = min(max_children, size)
+    stages = max_depth * (max_children - 1) + 1 if rule == "traversal" else max_children
+    stages = min(stages, size - 1) if max_depth > 0 else 0
+    device = tokens.device
+    state = torch.empty((batch, STATE.value, size), dtype=torch.float32, device=device)
+    links = torch.empty((batch, LINKS.value, size), dtype=torch.int32, device=device)
+    children = torch.empty((batch, size, max_children), dtype=torch.int32, device=device)
+    sums = torch.empty((batch, 2, size, num_blocks), dtype=torch.float32, device=device)
+    strides = (scores.stride(0), scores.stride(1), log_q.stride(0), log_q.stride(1))
+    for stage in range(stages + 1):
+        if stage > 0:
+            levels.sum_kernel[(num_blocks, size, batch)](
+                sums,
+                state,
+                links,
+                children,
+                tokens,
+                scores,
+                logsumexp,
+                log_q,
+                *strides,
+                size,
+                vocab,
+                max_children,
+                num_blocks,
+                BLOCK=row["block"],
+                num_warps=row["warps"],
+            )
+        levels.advance_kernel[(batch,)](
+            state,
+            links,
+            children,
+            sums,
+            tokens,
+            parents,
+            depth,
+            num_nodes,
+            scores,
+            logsumexp,
+            log_q,
+            *strides,
+            size,
+            vocab,
+            max_depth,
+            max_children,
+            num_blocks,
+            FIRST=stage == 0,
+            TRAVERSAL=rule == "traversal",
+            BLOCK=_lanes(size),
+            CHUNK=16,
+            num_warps=min(8, max(1, _lanes(size) // 32)),
+        )
+    return state
 
 
 def specimens(part: str) -> Iterator[Specimen]:

@@ -1,7 +1,5 @@
 """Tree acceptance in torch: the definition, and the path that CPU tensors take."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -59,53 +57,17 @@ def tree_accept_sampled_reference(
     max_depth: int,
     max_children: int,
     rule: str,
-    uniform: Callable[[Tensor, Tensor, Tensor, int], Tensor] = uniform,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `selfspec_kernels.tree_accept_sampled`; `uniform` draws the coins.
-
-    Whether a child would pass depends on no coin but its own, so every child is tried, in order,
-    as if all siblings before it had failed. The walk comes after.
-    """
-    batch, size, vocab = scores.shape
-    rows = torch.arange(batch, device=tokens.device)
-    node = torch.arange(size, device=tokens.device)
-    p = _probability(scores.float() - logsumexp[..., None])
-    q = _probability(log_q)
+    """See `selfspec_kernels.tree_accept_sampled`."""
+    vocab = scores.shape[2]
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    node = torch.arange(tokens.shape[1], device=tokens.device)
+    p, q = _probability(scores.float() - logsumexp[..., None]), _probability(log_q)
     drafted = (node < num_nodes[:, None]) & (parents >= 0) & (parents < node)
     drafted &= (depth <= max_depth) & (tokens >= 0) & (tokens < vocab)
-    siblings = (parents[:, :, None] == parents[:, None, :]) & (node[:, None] > node)
-    siblings &= drafted[:, None, :]
-    drafted &= siblings.sum(-1) < max_children
-    # A token drawn twice counts once: drawing until tokens repeat is drawing without replacement.
-    drafted &= ~(siblings & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
-
-    # level[n] is the chance of node n, if tried: 1 at the root, 0 for nodes that do not count.
-    level = p.new_zeros((batch, size))
-    level[:, 0] = 1
-    for n in range(1, size):
-        live, parent = drafted[:, n], parents[:, n].long().clamp(0, n - 1)
-        token = torch.where(live, tokens[:, n], 0)[:, None]
-        p_here, q_here = p[rows, parent], q[rows, parent]
-        r = level[rows, parent] if rule == "traversal" else torch.ones_like(level[:, 0])
-        ratio = _ratio(r[:, None] * p_here.gather(1, token), q_here.gather(1, token))
-        level[:, n] = torch.where(live, ratio[:, 0], 0)
-        # What is left of the parent's p, its q and its level when this child fails.
-        residual = (r[:, None] * p_here - q_here).clamp_(min=0)
-        mass = residual.sum(-1)
-        # Nothing is left where p was q: then the child cannot fail, and what p is matters no more.
-        some = mass > 0
-        p[rows, parent] = torch.where(
-            (live & some)[:, None], residual.div_(torch.where(some, mass, 1)[:, None]), p_here
-        )
-        if rule == "traversal":
-            kept = torch.where(r < 1, mass / (mass + (1 - r)), 1)
-            level[rows, parent] = torch.where(live, kept, level[rows, parent])
-        q_left = q_here.scatter(1, token, 0)
-        mass = q_left.sum(-1, keepdim=True)
-        q_left /= torch.where(mass > 0, mass, 1)
-        q[rows, parent] = torch.where(live[:, None], q_left, q_here)
-
-    coins = uniform(seed[:, None], node, position[:, None] + depth, ACCEPT)
+    level, drafted = _chances(tokens, parents, drafted, p, q, max_children, rule)
+    # By the root's position: the number of a node recurs in later steps, that position never does.
+    coins = uniform(seed[:, None], node, position[:, None], ACCEPT)
     passed = coins < level
     if rule == "traversal":
         passed[:, 0] = True
@@ -119,9 +81,60 @@ def tree_accept_sampled_reference(
     return path, num_accepted, (weight / noise).argmax(-1)
 
 
+def _chances(
+    tokens: Tensor,
+    parents: Tensor,
+    drafted: Tensor,
+    p: Tensor,
+    q: Tensor,
+    max_children: int,
+    rule: str,
+) -> tuple[Tensor, Tensor]:
+    """The chance of every node, if tried, and whether it counts; p becomes what is left of it.
+
+    Neither depends on a coin: all children are tried, in order, as if those before had failed.
+    """
+    batch, size, vocab = p.shape
+    node = torch.arange(size, device=tokens.device)
+    first = torch.arange(batch, device=tokens.device) * size
+    p, q = p.view(-1, vocab), q.view(-1, vocab)
+    siblings = (parents[:, :, None] == parents[:, None, :]) & (node[:, None] > node)
+    siblings &= drafted[:, None, :]
+    drafted = drafted & (siblings.sum(-1) < max_children)
+    # A token drawn twice counts once: drawing until tokens repeat is drawing without replacement.
+    drafted &= ~(siblings & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
+
+    # level[n] is the chance of node n, if tried: 1 at the root, 0 for nodes that do not count.
+    level = p.new_zeros((batch, size))
+    level[:, 0] = 1
+    levels = level.view(-1)
+    for n in range(1, size):
+        live, parent = drafted[:, n], first + parents[:, n].long().clamp(0, n - 1)
+        token = torch.where(live, tokens[:, n], 0)[:, None]
+        p_here, q_here = p.index_select(0, parent), q.index_select(0, parent)
+        r = levels[parent] if rule == "traversal" else torch.ones_like(level[:, 0])
+        ratio = _ratio(r[:, None] * p_here.gather(1, token), q_here.gather(1, token))
+        level[:, n] = torch.where(live, ratio[:, 0], 0)
+        # What is left of the parent's p, its q and its level when this child fails.
+        residual = (r[:, None] * p_here - q_here).clamp_(min=0)
+        mass = residual.sum(-1)
+        # Nothing is left where p was q: then the child cannot fail, and what p is matters no more.
+        some = mass > 0
+        residual /= torch.where(some, mass, 1)[:, None]
+        p.index_copy_(0, parent, torch.where((live & some)[:, None], residual, p_here))
+        if rule == "traversal":
+            kept = torch.where(r < 1, mass / (mass + (1 - r)), 1)
+            levels[parent] = torch.where(live, kept, r)
+        q_left = q_here.scatter(1, token, 0)
+        mass = q_left.sum(-1, keepdim=True)
+        q_left /= torch.where(mass > 0, mass, 1)
+        q.index_copy_(0, parent, torch.where(live[:, None], q_left, q_here))
+    return level, drafted
+
+
 def _probability(log: Tensor) -> Tensor:
     """exp, and 0 for what is no probability: NaN, and differences with an infinite sum."""
-    return log.exp().nan_to_num_(0, posinf=0)
+    return log.contiguous().exp().nan_to_num_(0, posinf=0)
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:

@@ -1,0 +1,75 @@
+"""`generator=`: one for the batch, or one a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import selfspec
+from tests.families import tiny
+from tests.oracle import OracleDrafter
+
+NEW = 16
+SETTINGS = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "top_k": 30}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.build("llama_gqa3")
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_one_generator_stands_for_torchs_own(model: Any) -> None:
+    prompt = tiny.prompts(3)
+    torch.manual_seed(5)
+    plain = model.generate(**prompt, **SETTINGS)
+    after_plain = torch.get_rng_state()
+    spec = selfspec.wrap(model, drafter=OracleDrafter(plain, 3, wrong_at=(0, 2)))
+    before = torch.get_rng_state()
+    mine = seeded(5)
+    assert spec.generate(**prompt, **SETTINGS, generator=mine).equal(plain)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(mine.get_state(), after_plain)
+    assert spec.stats.mean_accepted_length > 1.5
+
+
+def test_a_row_with_its_own_generator_gets_the_text_it_gets_alone(model: Any) -> None:
+    prompt = tiny.prompts(3)
+    together = selfspec.wrap(model, drafter="ngram").generate(
+        **prompt, **SETTINGS, generator=[seeded(b) for b in range(3)]
+    )
+    for b in range(3):
+        kept = prompt["attention_mask"][b].bool()
+        torch.manual_seed(b)
+        alone = model.generate(prompt["input_ids"][b, kept][None], **SETTINGS)
+        assert torch.equal(together[b, -NEW:], alone[0, -NEW:])
+
+
+def test_streams_and_greedy_requests_take_one(model: Any) -> None:
+    prompt = tiny.prompts(1)
+    spec = selfspec.wrap(model)
+    torch.manual_seed(7)
+    plain = model.generate(**prompt, **SETTINGS)
+    steps = list(spec.stream(**prompt, **SETTINGS, generator=seeded(7)))
+    assert [t for step in steps for t in step.tokens[0]] == plain[0, -NEW:].tolist()
+    greedy = model.generate(**prompt, max_new_tokens=NEW)
+    assert spec.generate(**prompt, max_new_tokens=NEW, generator=seeded(0)).equal(greedy)
+
+
+def test_refusals(model: Any) -> None:
+    prompt = tiny.prompts(2)
+    spec = selfspec.wrap(model)
+    with pytest.raises(TypeError, match="generator=3 must be a torch.Generator or a list"):
+        spec.generate(**prompt, **SETTINGS, generator=3)
+    with pytest.raises(ValueError, match="generator has 3 generators, one a sequence would be 2"):
+        spec.generate(**prompt, **SETTINGS, generator=[seeded(0)] * 3)
+    with pytest.raises(ValueError, match=r"generator: transformers' own loop takes none: use_cac"):
+        spec.generate(**prompt, **SETTINGS, use_cache=False, generator=seeded(0))
+    with pytest.raises(ValueError, match="generator: only greedy and sampled decoding"):
+        spec.generate(**prompt, num_beams=2, max_new_tokens=3, generator=seeded(0))
+    assert spec.generate(**prompt, **SETTINGS).shape[0] == 2
