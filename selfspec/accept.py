@@ -1,13 +1,15 @@
 """Acceptance: which nodes of a draft the target keeps. The only place where p meets q.
 
 p is the target's distribution after every processor that `generate` applies, q the draft's. All
-rules here are lossless:
+rules but the last are lossless:
 
 * greedy, and sampling with deterministic drafts: the target makes its own choice after every node,
   and the walk follows it as long as it is drafted;
 * sampling with drafts that were drawn (`log_q`): traversal verification, Weng et al. 2025,
   https://arxiv.org/abs/2505.12398, which on a chain is block verification, or rejection sampling
-  round by round; see `selfspec_kernels.tree_accept_sampled`.
+  round by round; see `selfspec_kernels.tree_accept_sampled`;
+* lossy, on request only: typical acceptance, Cai et al. 2024 (Medusa), section 2.3.1,
+  https://arxiv.org/abs/2401.10774.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from torch import Tensor
 from selfspec.sampling import argmax
 from selfspec.state import Acceptance
 from selfspec.topology import ancestor_mask
+
+# Thresholds of typical acceptance as published.
+EPSILON, DELTA = 0.09, 0.3
 
 if TYPE_CHECKING:
     from selfspec.sampling import Sampler
@@ -47,6 +52,8 @@ def accept(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState
         raise ValueError(
             f"logits are {tuple(logits.shape)} for a tree of {tuple(tree.tokens.shape)} nodes."
         )
+    if sampler.do_sample and sampler.rule == "lossy-typical" and not sampler.stateful:
+        return _typical(tree, logits, sampler, state)
     # A processor that remembers its calls must not be shown paths that are not taken. Following
     # the target's own draws instead is as lossless for drafts that were drawn, it accepts less.
     if sampler.do_sample and tree.log_q is not None and not sampler.stateful:
@@ -99,11 +106,9 @@ def _reject(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeStat
             f"log_q is over {tree.log_q.shape[-1]} tokens, the model's logits over "
             f"{logits.shape[-1]}."
         )
+    assert sampler.rule != "lossy-typical"
     device = logits.device
-    if sampler.prefix_free:
-        scores = sampler.scores(logits)
-    else:
-        scores = _scores_of_nodes(tree, logits, sampler, state)
+    scores = _node_scores(tree, logits, sampler, state)
     path, num_accepted, next_token = tree_accept_sampled(
         tree.tokens.to(device),
         tree.parents.to(device),
@@ -122,10 +127,50 @@ def _reject(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeStat
     return Acceptance(path, num_accepted, next_token, scores if sampler.keep_scores else None)
 
 
-def _scores_of_nodes(
-    tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState
-) -> Tensor:
+def _typical(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState) -> Acceptance:
+    """Keep the deepest path of tokens that are likely enough, whatever the target would have drawn.
+
+    A token passes if its probability is above min(EPSILON, DELTA * exp(-H)), H being the entropy of
+    the target's distribution there. Of several deepest paths the likeliest is kept; the token after
+    it is drawn from p.
+    """
+    scores = _node_scores(tree, logits, sampler, state)
+    device, rows = logits.device, torch.arange(tree.batch, device=logits.device)[:, None]
+    tokens, depth = tree.tokens.to(device), tree.depth.to(device)
+    parents = tree.parents.to(device).long().clamp(min=0)
+    log_p = scores.float().log_softmax(-1)
+    entropy = torch.special.entr(log_p.exp()).sum(-1)
+    threshold = (DELTA * torch.exp(-entropy)).clamp(max=EPSILON)
+    own = log_p[rows, parents, tokens]
+    node = torch.arange(tree.width, device=device)
+    passes = (own.exp() > threshold.gather(1, parents)) & (
+        node < tree.num_nodes.to(device)[:, None]
+    )
+    passes[:, 0] = True
+    own[:, 0] = 0
+    above = ancestor_mask(tree.ancestors.to(device), tree.width)  # [B, N, N]
+    reached = (passes[:, None] | ~above).all(-1) & passes
+    likelihood = own[:, None].where(above, 0).sum(-1)
+    num_accepted = depth.where(reached, -1).amax(1)
+    deepest = reached & (depth == num_accepted[:, None])
+    last = likelihood.where(deepest, float("-inf")).max(1).indices[:, None]
+
+    # Nodes come after their ancestors, so those of the last one are its path in order.
+    path = node.where(above[rows[:, 0], last[:, 0]], tree.width).sort(1).values
+    path = path[:, : tree.max_depth + 1]
+    path = path.where(path < tree.width, -1).int()
+    positions = state.positions()
+    at = torch.tensor(positions).to(device)[:, None] + num_accepted[:, None]
+    span = range(min(positions), max(positions) + tree.max_depth + 1)
+    next_token = sampler.choose(scores[rows, last], at, span)[:, 0]
+    kept = scores if sampler.keep_scores else None
+    return Acceptance(path, num_accepted.int(), next_token, kept)
+
+
+def _node_scores(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState) -> Tensor:
     """Processed scores [B, N, V], every node after its own prefix."""
+    if sampler.prefix_free:
+        return sampler.scores(logits)
     counts = tree.num_nodes.tolist()
     live = [b for b in range(tree.batch) if not state.frozen[b]]
     bits = ancestor_mask(tree.ancestors, tree.width).cpu()

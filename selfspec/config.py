@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+# How drafts are taken where tokens are drawn.
+Rule = Literal["traversal", "multiround", "lossy-typical"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,11 @@ class SpecConfig:
             per size of tree and replayed, where the model allows it. The cache they work on is
             then kept between calls. False: never. True: as "auto", but a model that does not
             allow it is refused; on other devices the same steps of fixed shape run uncaptured.
-        acceptance: Rule for drafts that were drawn (`log_q`); both are lossless. "traversal" is
-            traversal verification, block verification on a chain; "multiround" is rejection
-            sampling token by token and sibling by sibling, which accepts no more.
+        acceptance: Rule for drafts that were drawn (`log_q`). Lossless are "traversal", traversal
+            verification, on a chain block verification, and "multiround", rejection sampling token
+            by token and sibling by sibling, which accepts no more. "lossy-typical" is not: in
+            requests that sample it keeps any draft that is likely enough (typical acceptance),
+            and the text no longer follows the model's distribution.
         deterministic: Verify with attention whose order of summation does not depend on the rest
             of the batch. Costs time at small batches on a GPU; CPUs and float64 ignore it.
     """
@@ -32,7 +37,7 @@ class SpecConfig:
     max_draft_tokens: int = 31
     off_switch: bool | None = None
     cuda_graphs: bool | Literal["auto"] = "auto"
-    acceptance: Literal["traversal", "multiround"] = "traversal"
+    acceptance: Rule = "traversal"
     deterministic: bool = False
 
     def __post_init__(self) -> None:
@@ -50,8 +55,9 @@ class SpecConfig:
             raise ValueError(f"off_switch={self.off_switch!r} must be True, False or None.")
         if self.cuda_graphs not in ("auto", True, False):
             raise ValueError(f'cuda_graphs={self.cuda_graphs!r} must be "auto", True or False.')
-        if self.acceptance not in ("traversal", "multiround"):
-            raise ValueError(f'acceptance={self.acceptance!r} must be "traversal" or "multiround".')
+        if self.acceptance not in get_args(Rule):
+            known = ", ".join(f'"{rule}"' for rule in get_args(Rule))
+            raise ValueError(f"acceptance={self.acceptance!r} must be one of {known}.")
         if self.deterministic not in (True, False):
             raise ValueError(f"deterministic={self.deterministic!r} must be True or False.")
 

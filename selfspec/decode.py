@@ -115,7 +115,9 @@ class Decoder:
                     request.pads,
                     taps,
                 )
-            state = DecodeState(self.target, cache, request.input_ids, request.start, limit)
+            state = DecodeState(
+                self.target, cache, request.input_ids, request.start, limit, sampler
+            )
             try:
                 for step in speculate(
                     state, prompt, verify, drafter, controller, sampler, stops, clock

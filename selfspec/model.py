@@ -248,10 +248,11 @@ class SpeculativeModel:
         kind = {"tree": "token trees", "chain": "chains only"}[architecture.support]
         why = f" ({architecture.reason})" if architecture.support == "chain" else ""
         drafter = label(self._drafter_argument, self._drafter)
+        lossy = " · LOSSY when sampling" if self.options.acceptance == "lossy-typical" else ""
         switch = "off switch on" if self._off_switch else "off switch off"
         return (
             f"selfspec: {type(self.model).__name__} · drafts: {drafter}, up to "
-            f"{self.options.max_draft_tokens} tokens, {switch} · verifies {kind}{why}"
+            f"{self.options.max_draft_tokens} tokens, {switch} · verifies {kind}{why}{lossy}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeModel:

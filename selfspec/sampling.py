@@ -10,7 +10,7 @@ seed, whatever was drafted, and the generator is left where plain `generate` wou
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from selfspec_kernels import keep_mask, row_stats
@@ -20,6 +20,7 @@ from transformers.generation import logits_process as hf
 from selfspec.noise import Noise, Source
 
 if TYPE_CHECKING:
+    from selfspec.config import Rule
     from selfspec.state import DecodeState
 
 # Processors whose result for a row depends on that row of scores alone: nodes can be processed
@@ -100,10 +101,10 @@ class Sampler:
         *,
         keep_scores: bool = False,
         keep_logits: bool = False,
-        rule: Literal["traversal", "multiround"] = "traversal",
+        rule: Rule = "traversal",
         source: Source | None = None,
     ) -> None:
-        self.rule: Literal["traversal", "multiround"] = rule
+        self.rule: Rule = rule
         self.stateful = stateful_processor(processors) is not None
         self.processors = processors
         self.do_sample = do_sample

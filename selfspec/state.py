@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from selfspec.cache import TreeCache
+    from selfspec.sampling import Sampler
     from selfspec.target import Target
 
 
@@ -64,6 +65,7 @@ class DecodeState:
         length: Tokens of every row so far, padding included.
         prompt_length: Length of the prompt, padding included (the same for all rows).
         limit: Length at which a row must end.
+        sampler: How the target's tokens are chosen; drafts that are drawn follow it.
         frozen: Rows that take no more tokens.
     """
 
@@ -74,8 +76,10 @@ class DecodeState:
         input_ids: Tensor,
         start: list[int],
         limit: int,
+        sampler: Sampler | None = None,
     ) -> None:
         self.target = target
+        self.sampler = sampler
         self.cache = cache
         self.start = start
         self.limit = limit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,3 +330,61 @@ def test_deterministic_trees_under_sampling_have_the_target_law() -> None:
         )
         law = torch.bincount(first, minlength=V) / RUNS
         assert float((law - P[0]).abs().sum() / 2) < 0.03
+
+
+# --------------------------------------------------------------- lossy, on request
+
+
+def typical_path(tree: TokenTree, p: torch.Tensor) -> list[int]:
+    """By the definition, a node at a time."""
+    best: tuple[int, float, list[int]] = (0, 0.0, [0])
+    for leaf in range(1, int(tree.num_nodes)):
+        path = [leaf]
+        while path[0]:
+            path.insert(0, int(tree.parents[0, path[0]]))
+        likelihood = 0.0
+        for parent, node in itertools.pairwise(path):
+            law = p[parent]
+            entropy = -sum(float(x) * math.log(float(x)) for x in law if x > 0)
+            chance = float(law[tree.tokens[0, node]])
+            if not chance > min(0.09, 0.3 * math.exp(-entropy)):
+                break
+            likelihood += math.log(chance)
+        else:
+            if (len(path), likelihood) > (len(best[2]), best[1]):
+                best = (len(path), likelihood, path)
+    return best[2]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_typical_acceptance_keeps_what_is_likely_enough(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parents = [-1, 0, 0, 1, 1, 2, 3, 5]
+    tokens = torch.randint(V, (1, 8), generator=generator)
+    tree = TokenTree.from_topology(tokens, parents[: 8 - seed % 3])
+    logits = torch.randn(1, 8, V, generator=generator) * (0.5 + seed % 4)
+    p = logits[0].softmax(-1)
+    out = accept(tree, logits, sampling("lossy-typical"), state())
+    expected = typical_path(tree, p)
+    assert out.path[0, : len(expected)].tolist() == expected
+    assert (out.path[0, len(expected) :] == -1).all()
+    assert out.num_accepted.tolist() == [len(expected) - 1]
+    assert 0 <= int(out.next_token) < V
+
+
+def test_typical_acceptance_is_for_sampling_alone() -> None:
+    tree = TokenTree.chain(torch.tensor([5]), torch.tensor([[1]]))
+    greedy = Sampler(LogitsProcessorList(), False, rule="lossy-typical")
+    almost = torch.tensor([[[0.0, 3.0, 3.1, 0, 0, 0], [0.0, 0, 0, 0, 0, 1]]])
+    assert accept(tree, almost, greedy, state()).num_accepted.tolist() == [0]
+    assert accept(tree, almost, sampling("lossy-typical"), state()).num_accepted.tolist() == [1]
+
+
+def test_the_token_after_a_typical_path_follows_the_target() -> None:
+    torch.manual_seed(100)
+    tree = TokenTree.chain(torch.full((RUNS,), 5), torch.zeros(RUNS, 1, dtype=torch.int64))
+    logits = torch.stack([P[0], P[1]]).log().expand(RUNS, 2, V)
+    out = accept(tree, logits, sampling("lossy-typical"), state(RUNS))
+    assert out.num_accepted.eq(1).all()
+    law = torch.bincount(out.next_token, minlength=V) / RUNS
+    assert float((law - P[1]).abs().sum() / 2) < 0.03

@@ -19,12 +19,18 @@ class CombinedDrafter:
         drafters: At least one.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is none, or one draws its tokens.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
             raise ValueError("drafter=[] has no drafter; use drafter='none' to decode plainly.")
+        for drafter in drafters:
+            if getattr(drafter, "do_sample", False):
+                raise ValueError(
+                    f"{type(drafter).__name__}(do_sample=True) cannot be part of a list: which "
+                    "siblings survive a merge would depend on the tokens that were drawn."
+                )
         self.drafters = list(drafters)
 
     @property

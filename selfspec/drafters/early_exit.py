@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from selfspec.drafters.options import check_int, check_probability
+from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import draft_chain
 from selfspec.patch import LayerPlan
 
@@ -36,6 +36,8 @@ class EarlyExitDrafter:
         branches: Draft tokens at every position, 64 at most: the best one, from which the chain
             goes on, and the next best ones, which are verified beside it while the step's budget
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
+        do_sample: In requests that sample, draw the draft from the layers' own distribution instead
+            of taking its likeliest tokens.
 
     Raises:
         TypeError: If an option is of another type.
@@ -52,16 +54,19 @@ class EarlyExitDrafter:
         max_draft_tokens: int = 4,
         confidence: float = 0.4,
         branches: int = 1,
+        do_sample: bool = False,
     ) -> None:
         if exit_layer is not None:
             check_int("exit_layer", exit_layer, 1)
         check_int("max_draft_tokens", max_draft_tokens, 1)
         check_probability("confidence", confidence)
         check_int("branches", branches, 1)
+        check_bool("do_sample", do_sample)
         self.exit_layer = exit_layer
         self.max_draft_tokens = max_draft_tokens
         self.confidence = confidence
         self.branches = branches
+        self.do_sample = do_sample
 
     def bind(self, architecture: Architecture) -> None:
         """Check against a model.
@@ -82,7 +87,9 @@ class EarlyExitDrafter:
         exit_layer = self.exit_layer or max(1, num_layers // 3)
         plan = LayerPlan(last=exit_layer)
         tokens = min(budget, self.max_draft_tokens)
-        return draft_chain(state, plan, exit_layer, tokens, self.confidence, self.branches, budget)
+        return draft_chain(
+            state, plan, exit_layer, tokens, self.confidence, self.branches, budget, self.do_sample
+        )
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Nothing to keep: the cache is the target's own."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from selfspec.drafters.options import check_int, check_probability
+from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import draft_chain
 from selfspec.patch import LayerPlan
 
@@ -67,6 +67,8 @@ class LayerSkipDrafter:
         branches: Draft tokens at every position, 64 at most: the best one, from which the chain
             goes on, and the next best ones, which are verified beside it while the step's budget
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
+        do_sample: In requests that sample, draw the draft from the layers' own distribution instead
+            of taking its likeliest tokens.
 
     Raises:
         TypeError: If an option is of another type.
@@ -83,10 +85,12 @@ class LayerSkipDrafter:
         max_draft_tokens: int = 4,
         confidence: float = 0.6,
         branches: int = 1,
+        do_sample: bool = False,
     ) -> None:
         check_int("max_draft_tokens", max_draft_tokens, 1)
         check_probability("confidence", confidence)
         check_int("branches", branches, 1)
+        check_bool("do_sample", do_sample)
         if skip_set is not None and not isinstance(skip_set, SkipSet):
             if not isinstance(skip_set, Iterable):
                 raise TypeError(
@@ -97,6 +101,7 @@ class LayerSkipDrafter:
         self.max_draft_tokens = max_draft_tokens
         self.confidence = confidence
         self.branches = branches
+        self.do_sample = do_sample
 
     def bind(self, architecture: Architecture) -> None:
         """Check against a model.
@@ -130,7 +135,9 @@ class LayerSkipDrafter:
         plan = LayerPlan(skip_attention=skip.attention, skip_mlp=skip.mlp)
         shared = num_layers if skip.first is None else skip.first
         tokens = min(budget, self.max_draft_tokens)
-        return draft_chain(state, plan, shared, tokens, self.confidence, self.branches, budget)
+        return draft_chain(
+            state, plan, shared, tokens, self.confidence, self.branches, budget, self.do_sample
+        )
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Nothing to keep: the cache is the target's own."""

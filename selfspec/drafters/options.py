@@ -27,3 +27,13 @@ def check_probability(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r} must be a number.")
     if not 0 <= value <= 1:
         raise ValueError(f"{name}={value} must be a probability, 0..1.")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False.")

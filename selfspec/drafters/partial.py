@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from selfspec_kernels.draft_topk import MAX_K
 
+from selfspec.drafters.draw import draw, draws
 from selfspec.patch import LayerPlan
 from selfspec.tree import Resume, TokenTree
 
@@ -35,8 +36,9 @@ def draft_chain(
     confidence: float,
     branches: int = 1,
     budget: int = 0,
+    do_sample: bool = False,
 ) -> TokenTree:
-    """Draft one chain a row, greedily, with the layers that `plan` runs.
+    """Draft one chain a row with the layers that `plan` runs.
 
     The nodes of a row are the chain, in the cache slots where it was drafted, then the leaves. So a
     row cannot end early and have leaves: with leaves, the rows of a batch stop together, when the
@@ -53,6 +55,7 @@ def draft_chain(
         branches: Draft tokens at every position: the one that goes on and the next best ones as its
             leaf siblings, the first positions first. Models that verify chains only get no leaves.
         budget: Most draft tokens a row, leaves included; only leaves need it.
+        do_sample: Draw tokens, if the request does, rather than take the likeliest.
 
     Returns:
         The drafts, with the shared work attached.
@@ -62,8 +65,9 @@ def draft_chain(
     most = min(branches, budget, MAX_K) if architecture.support == "tree" else 1
     last = architecture.num_layers
     readout = architecture.readout
-    if readout is not None and not readout.usable:
-        readout = None
+    drawn = do_sample and draws(state)
+    if drawn or (readout is not None and not readout.usable):
+        readout = None  # q is needed whole
     plan.taps = frozenset(({shared} if shared else set()) | ({last} if readout else set()))
     rooms = [max(1, state.room(b)) for b in range(state.batch)]  # most nodes, the root included
     room = torch.tensor(rooms, dtype=torch.int32, device=device)
@@ -72,11 +76,17 @@ def draft_chain(
     tree = TokenTree.root_only(state.root)
     states: list[Tensor] = []
     siblings: list[Tensor] = []
+    log_q: list[Tensor] = []
     for depth in range(1, min(num_tokens, max(rooms) - 1) + 1):
         logits = target.run(tree, 1, cache, plan, with_logits=readout is None)
         if shared:
             states.append(plan.captured[shared])
-        if readout is None:
+        if drawn:
+            count = min(most, logits.shape[-1])
+            ids, q = draw(state, logits[:, -1], tree.tokens[:, 1:], count)
+            log_q.append(q)
+            top1 = q.gather(1, ids[:, :1])[:, 0].exp() if confidence > 0 else None
+        elif readout is None:
             ids, top1 = _best_of(logits[:, -1], most, confidence > 0)
         else:
             ids, top1 = _best_after(plan.captured[last][:, -1], readout, most, confidence > 0)
@@ -101,7 +111,11 @@ def draft_chain(
         target.run(tree, 1 + tree.width - length, cache, rest, with_logits=False)
         states.append(rest.captured[shared])
         resume = Resume(shared, torch.cat(states, dim=1))
-    return replace(tree, num_nodes=num_nodes, resume=resume)
+    known = None
+    if log_q:  # of the last token and the leaves nothing was drawn
+        known = torch.stack(log_q, dim=1)
+        known = torch.nn.functional.pad(known, (0, 0, 0, tree.width - known.shape[1]))
+    return replace(tree, num_nodes=num_nodes, resume=resume, log_q=known)
 
 
 def _best_of(logits: Tensor, k: int, measured: bool) -> tuple[Tensor, Tensor | None]:
@@ -141,6 +155,7 @@ def _with_leaves(chain: TokenTree, siblings: list[Tensor], budget: int) -> Token
         ancestors=one.ancestors.expand(batch, -1, -1),
         num_nodes=one.num_nodes.expand(batch),
         max_nodes=width,
+        max_children=one.max_children,
     )
 
 

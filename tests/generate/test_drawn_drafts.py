@@ -50,20 +50,17 @@ def next_law(model: Any, ids: torch.Tensor) -> torch.Tensor:
         return (model(input_ids=ids).logits[:, -1].double() / HOT).softmax(-1)
 
 
-def gaps(drafter: type[DrawnDrafter], rule: str) -> list[float]:
+def largest_gaps(model: Any, drafter: Any, rule: str, rows: int) -> tuple[list[float], Any]:
     """Kolmogorov-Smirnov statistic of every position, times the root of its number of rows.
 
     With u uniform, F(x - 1) + u * p(x) is uniform if x follows p, whatever p is: one test for all
     rows, each with a law of its own.
     """
-    model = tiny.build("llama")
     prompt = tiny.prompts(1)["input_ids"]
-    some = next_law(model, prompt)[0].float()
-    spread = 0.5 * some + 0.5 / len(some)
-    spec = selfspec.wrap(model, drafter(spread, spread.roll(1)), acceptance=rule)
+    spec = selfspec.wrap(model, drafter, acceptance=rule)
     torch.manual_seed(0)
     out = spec.generate(
-        input_ids=prompt.expand(ROWS, -1),
+        input_ids=prompt.expand(rows, -1),
         do_sample=True,
         temperature=HOT,
         top_k=0,
@@ -71,18 +68,27 @@ def gaps(drafter: type[DrawnDrafter], rule: str) -> list[float]:
         eos_token_id=None,
         pad_token_id=0,
     )
-    assert spec.stats.accepted > ROWS / 10
     noise = torch.Generator().manual_seed(1)
-    grid = torch.arange(1, ROWS + 1, dtype=torch.float64) / ROWS
+    grid = torch.arange(1, rows + 1, dtype=torch.float64) / rows
     found = []
     for length in range(prompt.shape[1], prompt.shape[1] + 4):
         prefixes, where = out[:, :length].unique(dim=0, return_inverse=True)
         laws = torch.cat([next_law(model, part) for part in prefixes.split(256)])[where]
         token = out[:, length : length + 1]
         below = (laws.cumsum(-1) - laws).gather(1, token)[:, 0]
-        u = torch.rand(ROWS, generator=noise, dtype=torch.float64)
+        u = torch.rand(rows, generator=noise, dtype=torch.float64)
         at = (below + u * laws.gather(1, token)[:, 0]).sort().values
-        found.append(float((at - grid).abs().max()) * ROWS**0.5)
+        found.append(float((at - grid).abs().max()) * rows**0.5)
+    return found, spec.stats
+
+
+def gaps(drafter: type[DrawnDrafter], rule: str) -> list[float]:
+    """`largest_gaps` with laws to draw from that know a little of the model's."""
+    model = tiny.build("llama")
+    some = next_law(model, tiny.prompts(1)["input_ids"])[0].float()
+    spread = 0.5 * some + 0.5 / len(some)
+    found, stats = largest_gaps(model, drafter(spread, spread.roll(1)), rule, ROWS)
+    assert stats.accepted > ROWS / 10
     return found
 
 

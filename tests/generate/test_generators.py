@@ -64,7 +64,7 @@ def test_streams_and_greedy_requests_take_one(model: Any) -> None:
 def test_refusals(model: Any) -> None:
     prompt = tiny.prompts(2)
     spec = selfspec.wrap(model)
-    with pytest.raises(TypeError, match="generator=3 must be a torch.Generator or a list"):
+    with pytest.raises(TypeError, match=r"generator=3 must be a torch\.Generator or a list"):
         spec.generate(**prompt, **SETTINGS, generator=3)
     with pytest.raises(ValueError, match="generator has 3 generators, one a sequence would be 2"):
         spec.generate(**prompt, **SETTINGS, generator=[seeded(0)] * 3)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from selfspec_kernels import _philox
+from selfspec_kernels import philox
 from selfspec_kernels.tree_accept import reference, tree_accept_sampled
 from torch import Tensor
 
@@ -75,7 +75,7 @@ class Batch:
     def coins(self) -> Tensor:
         """[B, N]: what the op tosses, by the definition of its random numbers."""
         nodes = torch.arange(self.tokens.shape[1])
-        return _philox.uniform(self.seed[:, None], nodes, self.position[:, None], _philox.ACCEPT)
+        return philox.uniform(self.seed[:, None], nodes, self.position[:, None], philox.ACCEPT)
 
 
 def run(batch: Batch, backend: str, rule: str, **changes: Any) -> tuple[Tensor, Tensor, Tensor]:

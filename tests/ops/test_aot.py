@@ -26,7 +26,7 @@ SPECIMENS = [
 
 @pytest.mark.parametrize(("op", "part", "specimen"), SPECIMENS)
 def test_configuration(op, part, specimen):
-    assert gate.misnamed(specimen) == []
+    assert gate.misnamed(specimen, gate.specimens(op, part)) == []
     assert gate.report(specimen, part, op).faults == []
 
 

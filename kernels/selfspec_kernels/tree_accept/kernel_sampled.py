@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _philox
+from .. import philox
 from .._dispatch import device_guard
 from .._specimen import Specimen
 from ..tuning import part_of, rows
@@ -21,13 +21,13 @@ from . import kernel_levels as levels
 from .kernel import first_child, pad_path
 from .kernel_levels import LEVEL, LINKS, STATE, P, T, probability
 
-_ACCEPT = tl.constexpr(_philox.ACCEPT)
-_RESIDUAL = tl.constexpr(_philox.RESIDUAL)
+_ACCEPT = tl.constexpr(philox.ACCEPT)
+_RESIDUAL = tl.constexpr(philox.RESIDUAL)
 
 
 @triton.jit
 def _uniform(seed, index, position, STREAM: tl.constexpr):
-    """`_philox.uniform`, bit by bit."""
+    """`philox.uniform`, bit by bit."""
     zero = index * 0
     a, b, c, d = tl.philox(seed, index >> 2, zero + position, zero + STREAM, zero)
     lane = index & 3

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._philox import ACCEPT, RESIDUAL, exponential, uniform
+from ..philox import ACCEPT, RESIDUAL, exponential, uniform
 
 
 def tree_accept_reference(

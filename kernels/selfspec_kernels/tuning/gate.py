@@ -10,7 +10,7 @@ import importlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -77,13 +77,19 @@ def specimens(op: str, part: str) -> list[Specimen]:
     return list(found)
 
 
-def misnamed(specimen: Specimen) -> list[str]:
-    """Where a specimen does not describe the arguments of its kernel; empty if it does."""
+def misnamed(specimen: Specimen, siblings: Iterable[Specimen] = ()) -> list[str]:
+    """Where a specimen does not describe the arguments of its kernel; empty if it does.
+
+    Args:
+        specimen: What to look at.
+        siblings: Others whose kernels it may share a table of types with.
+    """
     kernel, found = specimen.kernel, []
-    for name in sorted(specimen.types.keys() & specimen.constants.keys()):
-        found.append(f"{name} is a type and a constant")
-    for name in sorted((specimen.types.keys() | specimen.constants.keys()) - set(kernel.arg_names)):
-        found.append(f"{name} is no argument")
+    known = {name for one in (specimen, *siblings) for name in one.kernel.arg_names}
+    twice = specimen.types.keys() & specimen.constants.keys()
+    found += [f"{name} is a type and a constant" for name in sorted(twice)]
+    unknown = (specimen.types.keys() - known) | (specimen.constants.keys() - {*kernel.arg_names})
+    found += [f"{name} is no argument" for name in sorted(unknown)]
     for parameter in kernel.params:
         name = parameter.name
         if name in specimen.constants:

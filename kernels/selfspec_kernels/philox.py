@@ -1,7 +1,7 @@
 """Random numbers that depend on what they are for and on nothing else: Philox 4x32-10.
 
 Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405. Number i of a position is word i % 4 of
-the counter (i // 4, position, stream, 0) under the key `seed`: a pure function of the four, so that
+the counter (i // 4, position, stream, node) under the key `seed`: a pure function of these, so that
 neither the other rows of a batch nor padding, splitting or the order of work can change it. Kernels
 compute the same bits with `triton.language.philox`.
 """
@@ -37,7 +37,9 @@ def uniform(seed: Tensor, index: Tensor, position: Tensor, stream: int) -> Tenso
     return _between(words.gather(-1, lane)[..., 0])
 
 
-def exponential(seed: Tensor, count: int, position: Tensor, stream: int) -> Tensor:
+def exponential(
+    seed: Tensor, count: int, position: Tensor, stream: int, node: int = 0
+) -> Tensor:
     """Standard exponential numbers, -log(1 - uniform), of the indices 0..count - 1.
 
     The x of the least e[x] / w[x] has the law w[x] / sum(w): a draw without a sum.
@@ -47,20 +49,23 @@ def exponential(seed: Tensor, count: int, position: Tensor, stream: int) -> Tens
         count: How many.
         position: Like `seed`.
         stream: See `uniform`.
+        node: Tells apart several draws of one position, such as those of a draft.
 
     Returns:
         float32 [..., count]; small numbers, which decide, keep their precision.
     """
     index = torch.arange(-(-count // 4), device=seed.device)
-    words = torch.stack(_philox(seed[..., None], index, position[..., None], stream), dim=-1)
+    words = torch.stack(_philox(seed[..., None], index, position[..., None], stream, node), dim=-1)
     return torch.log1p(_between(words.flatten(-2)[..., :count]).neg_()).neg_()
 
 
-def _philox(seed: Tensor, index: Tensor, position: Tensor, stream: int) -> tuple[Tensor, ...]:
+def _philox(
+    seed: Tensor, index: Tensor, position: Tensor, stream: int, node: int = 0
+) -> tuple[Tensor, ...]:
     """The four words of one counter, as int64 in 0..2**32 - 1."""
     key = [seed & _WORD, (seed >> 32) & _WORD]
     zero = torch.zeros((), dtype=torch.int64, device=seed.device)
-    counter = [index.long() & _WORD, position.long() & _WORD, zero + stream, zero]
+    counter = [index.long() & _WORD, position.long() & _WORD, zero + stream, zero + node]
     for _ in range(_ROUNDS):
         # Products of 32-bit words wrap in int64, but all of their 64 bits are right.
         first, second = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
