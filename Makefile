@@ -44,7 +44,7 @@ test-interpret: $(VENV)/.dev ## the kernels in Triton's interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) -m interpret tests/ops
 
 test-aot: $(VENV)/.dev ## the kernels compiled ahead of time for every architecture
-	$(PYTEST) -m aot tests/ops
+	$(PYTEST) -n $(WORKERS) -m aot tests/ops
 
 test-floor: $(VENV)/floor/.installed ## families and generate against the oldest transformers
 	PYTHONPATH="$(CURDIR)/$(VENV)/floor" $(BIN)/python -c \

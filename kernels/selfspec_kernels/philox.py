@@ -37,9 +37,7 @@ def uniform(seed: Tensor, index: Tensor, position: Tensor, stream: int) -> Tenso
     return _between(words.gather(-1, lane)[..., 0])
 
 
-def exponential(
-    seed: Tensor, count: int, position: Tensor, stream: int, node: int = 0
-) -> Tensor:
+def exponential(seed: Tensor, count: int, position: Tensor, stream: int, node: int = 0) -> Tensor:
     """Standard exponential numbers, -log(1 - uniform), of the indices 0..count - 1.
 
     The x of the least e[x] / w[x] has the law w[x] / sum(w): a draw without a sum.

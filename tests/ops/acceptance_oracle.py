@@ -1,8 +1,9 @@
 """Sampled acceptance spelt out in fractions, a node at a time, and the law of what it emits.
 
-`decide` is the recursion of the papers on one drafted tree with given coins; `law` takes the
-expectation over drafts and coins; `chances` has what the decisions rest on. All are made of
-`chance` and `failed`, which take floats too.
+`kept` is the recursion of the papers on one drafted tree, `decide` has it toss given coins; `law`
+takes the expectation over drafts and coins; `chances` has what the decisions rest on. All are made
+of `chance` and `failed`, which take floats too. `text` is speculation step by step, with numbers
+that may serve twice, and `enumerated` its law.
 Nothing here shares code with the package.
 """
 
@@ -10,6 +11,7 @@ import random
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
+from typing import Any
 
 Law = list[Fraction]
 Prefix = tuple[int, ...]
@@ -95,6 +97,21 @@ def decide(
         margin = min(margin, abs(coins[node] - level))
         return coins[node] < level
 
+    path, left = kept(tokens, parents, p, q, tossed, rule, max_depth)
+    return path, left, margin
+
+
+def kept(
+    tokens: list[int],
+    parents: list[int],
+    p: list[Law],
+    q: list[Law],
+    tossed: Callable[[int, Fraction], bool],
+    rule: str,
+    max_depth: int = 99,
+) -> tuple[list[int], Law]:
+    """The accepted path and what the next token is drawn from; `tossed` is asked for coins."""
+
     def below(path: list[int]) -> list[int]:
         return children(tokens, parents, path[-1], len(path) - 1, max_depth)
 
@@ -117,7 +134,7 @@ def decide(
 
     emitted = visit([0], Fraction(1)) if rule == "traversal" else walk([0])
     assert emitted is not None
-    return *emitted, margin
+    return emitted
 
 
 def law(
@@ -184,6 +201,115 @@ def continued(
             if part:
                 result[text] = result.get(text, Fraction(0)) + part
     return result
+
+
+class Uniform:
+    """A number from 0 to 1, known as exactly as the questions about it asked for.
+
+    Args:
+        draw: Draws the place of an outcome from a list of their probabilities.
+    """
+
+    def __init__(self, draw: Callable[[Law], int]) -> None:
+        self.draw, self.low, self.high = draw, Fraction(0), Fraction(1)
+
+    def below(self, level: Fraction) -> bool:
+        level = min(max(level, self.low), self.high)
+        share = (level - self.low) / (self.high - self.low)
+        passes = self.draw([1 - share, share]) == 1
+        self.low, self.high = (self.low, level) if passes else (level, self.high)
+        return passes
+
+    def pick(self, weights: Law) -> int:
+        """A token by its weight: the one into whose part of the interval the number falls."""
+        total, bound = sum(weights), Fraction(0)
+        for x, weight in enumerate(weights):
+            bound += weight / total
+            if self.below(bound):
+                return x
+        raise AssertionError("weights do not add up to their sum")
+
+
+class Course:
+    """One course of a random process: its numbers, each with a key of its own.
+
+    Args:
+        open_ways: For every draw, the outcomes that are still to be gone through; the first is the
+            one of this course. Grows with the draws.
+    """
+
+    def __init__(self, open_ways: list[list[int]]) -> None:
+        self.open_ways, self.turn, self.weight = open_ways, 0, Fraction(1)
+        self.numbers: dict[tuple[str, int, int], Uniform] = {}
+
+    def __call__(self, purpose: str, position: int, which: int) -> Uniform:
+        """The number of a key; asked for twice, it is the same one."""
+        return self.numbers.setdefault((purpose, position, which), Uniform(self._draw))
+
+    def _draw(self, weights: Law) -> int:
+        if self.turn == len(self.open_ways):
+            self.open_ways.append([way for way, weight in enumerate(weights) if weight])
+        way = self.open_ways[self.turn][0]
+        self.turn, self.weight = self.turn + 1, self.weight * weights[way]
+        return way
+
+
+def enumerated(process: Callable[[Course], Prefix]) -> dict[Prefix, Fraction]:
+    """The exact law of what a process returns: it is run once for every course it can take."""
+    outputs: dict[Prefix, Fraction] = {}
+    open_ways: list[list[int]] = []
+    while True:
+        course = Course(open_ways)
+        output = process(course)
+        outputs[output] = outputs.get(output, Fraction(0)) + course.weight
+        while open_ways and len(open_ways[-1]) == 1:
+            open_ways.pop()
+        if not open_ways:
+            return outputs
+        del open_ways[-1][0]
+
+
+def text(
+    number: Course, pair: Any, shape: tuple[int, ...], rule: str, length: int, sure: float = 0
+) -> Prefix:
+    """The first `length` tokens, a step after the other: draft, keep, draw the token behind it.
+
+    Below a token whose q is less than `sure` nothing is drafted.
+    """
+    emitted: Prefix = ()
+    while len(emitted) < length:
+        emitted = _step(number, pair, shape[: length - len(emitted)], rule, emitted, sure)
+    return emitted[:length]
+
+
+def _step(
+    number: Course, pair: Any, shape: tuple[int, ...], rule: str, emitted: Prefix, sure: float
+) -> Prefix:
+    at = len(emitted)
+    tokens, parents, prefixes = [0], [-1], [emitted]
+    first = 0
+    for breadth in shape:
+        last = len(tokens)
+        for node in range(first, last):
+            law = pair.q(prefixes[node])
+            if node and pair.q(prefixes[parents[node]])[tokens[node]] < sure:
+                continue
+            drawn: list[int] = []
+            while len(drawn) < min(breadth, sum(chance > 0 for chance in law)):
+                left = [Fraction(0) if x in drawn else chance for x, chance in enumerate(law)]
+                drawn.append(number("draft", at, len(tokens) + len(drawn)).pick(left))
+            for x in drawn:
+                tokens.append(x)
+                parents.append(node)
+                prefixes.append((*prefixes[node], x))
+        first = last
+    p, q = [pair.p(prefix) for prefix in prefixes], [pair.q(prefix) for prefix in prefixes]
+
+    def tossed(node: int, level: Fraction) -> bool:
+        return number("coin", at, node).below(level)
+
+    path, left = kept(tokens, parents, p, q, tossed, rule)
+    return (*prefixes[path[-1]], number("residual", at + len(path), 0).pick(left))
 
 
 def accepted(outputs: dict[Prefix, Fraction]) -> Fraction:

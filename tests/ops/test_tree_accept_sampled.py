@@ -176,9 +176,9 @@ def test_disjoint_supports_never_accept(backend, rule):
     path, _, next_token = run(batch, backend, rule)
     assert path[:, 1:].max() == -1
     assert next_token.min() >= 4
-    # A drafted token of probability 0 in q: kept where the target may emit it.
+    # Tokens that q cannot have drawn are not kept either, though the target may emit them.
     path, _, _ = run(replace(batch, tokens=torch.tensor([[0, 4, 5, 5]] * 3)), backend, rule)
-    assert path[:, 1].tolist() == [1, 1, 1]
+    assert path[:, 1:].max() == -1
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -277,3 +277,18 @@ def test_refuses_what_does_not_fit(changes, error, match):
         arguments[name] = change(arguments[name])
     with pytest.raises(error, match=f"tree_accept_sampled: {match}"):
         tree_accept_sampled(**arguments)
+
+
+@pytest.mark.parametrize("wrong", [float("-inf"), float("nan")])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_q_cannot_have_drawn_counts_as_not_drafted(backend, rule, wrong):
+    batch = noisy(random_forest(7, [0] * 4, seed=3), [7] * 4, 31, seed=5, distance=0.1)
+    batch.log_q[:, 0, batch.tokens[:, 1]] = wrong  # in all rows, for more than node 1 perhaps
+    got = run(batch, backend, rule)
+    live = [b for b in range(4) if not batch.log_q[b, 0].isnan().all()]
+    for b in live:
+        path = got[0][b].tolist()
+        assert path[1] < 1 or batch.log_q[b, 0, batch.tokens[b, path[1]]] > float("-inf")
+    if backend == "triton":
+        assert all(map(torch.equal, got, run(batch, "reference", rule)))

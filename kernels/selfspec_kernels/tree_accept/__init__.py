@@ -98,8 +98,9 @@ def tree_accept_sampled(
 
     Randomness is a function of seed, position, node and token alone: a row does not depend on the
     batch around it nor on padding. Nodes deeper than `max_depth`, children beyond the first
-    `max_children` of a node and siblings that repeat a token are not accepted; the result is then
-    as if they had not been drafted, which keeps it lossless.
+    `max_children` of a node, siblings that repeat a token and tokens that `log_q` gives no
+    probability are not accepted; the result is then as if they had not been drafted, which keeps it
+    lossless.
 
     Args:
         tokens: int64 [B, N]; node 0 is the root.

@@ -148,8 +148,9 @@ def advance_kernel(
         log_q = tl.load(
             log_q_ptr + b * log_q_stride_b + at * log_q_stride_n + tokens, mask=drafted, other=0.0
         )
-        p = tl.where(drafted, probability(score.to(tl.float32) - lse), -1.0)
         q = probability(log_q)
+        # What q cannot have drawn was not drawn, whatever the drafter says.
+        p = tl.where(drafted & (q > 0), probability(score.to(tl.float32) - lse), -1.0)
         t = tl.zeros([BLOCK], tl.float32)
         mass, rest = t + 1.0, t + 1.0
         level = tl.where(node == 0, 1.0, -1.0)

@@ -97,12 +97,15 @@ def _chances(
     batch, size, vocab = p.shape
     node = torch.arange(size, device=tokens.device)
     first = torch.arange(batch, device=tokens.device) * size
+    at = first[:, None] + parents.long().clamp(0, size - 1)
     p, q = p.view(-1, vocab), q.view(-1, vocab)
     siblings = (parents[:, :, None] == parents[:, None, :]) & (node[:, None] > node)
     siblings &= drafted[:, None, :]
     drafted = drafted & (siblings.sum(-1) < max_children)
     # A token drawn twice counts once: drawing until tokens repeat is drawing without replacement.
     drafted &= ~(siblings & (tokens[:, :, None] == tokens[:, None, :])).any(-1)
+    # What q cannot have drawn was not drawn, whatever the drafter says.
+    drafted &= q[at, tokens.clamp(0, vocab - 1)] > 0
 
     # level[n] is the chance of node n, if tried: 1 at the root, 0 for nodes that do not count.
     level = p.new_zeros((batch, size))

@@ -3,10 +3,9 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict
-from multiprocessing import get_context
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def _say(line: str) -> None:
 
 def _gate(op: str | None, part: str | None, jobs: int, markdown: bool, file: Path | None) -> int:
     reports = []
-    for report in compiled([op] if op else gate.ops(), [part] if part else list(PARTS), jobs):
+    for report in gate.reports([op] if op else gate.ops(), [part] if part else list(PARTS), jobs):
         reports.append(report)
         if not markdown or report.faults:
             _say(_line(report))
@@ -57,26 +56,6 @@ def _gate(op: str | None, part: str | None, jobs: int, markdown: bool, file: Pat
     return int(faulty > 0)
 
 
-def compiled(ops: list[str], parts: list[str], jobs: int = 1) -> Iterator[gate.Report]:
-    """Reports of all configurations, in a fixed order."""
-    work = [
-        (op, part, index)
-        for op in ops
-        for part in parts
-        for index in range(len(gate.specimens(op, part)))
-    ]
-    if jobs == 1:
-        yield from map(_report, work)
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        yield from pool.map(_report, work)
-
-
-def _report(work: tuple[str, str, int]) -> gate.Report:
-    op, part, index = work
-    return gate.report(gate.specimens(op, part)[index], part, op)
-
-
 def _line(report: gate.Report) -> str:
     return (
         f"{report.op} {report.part} {report.label}: {report.registers} registers, "
@@ -86,7 +65,9 @@ def _line(report: gate.Report) -> str:
 
 
 def _dumped(reports: list[gate.Report]) -> str:
-    return json.dumps([asdict(report) for report in reports], indent=1) + "\n"
+    """The compiler's version and one line a configuration."""
+    lines = ",\n  ".join(json.dumps(asdict(report)) for report in reports)
+    return f'{{"triton": "{version("triton")}", "configurations": [\n  {lines}\n]}}\n'
 
 
 def summary(reports: list[gate.Report]) -> str:

@@ -11,8 +11,10 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,29 @@ def _cuobjdump() -> Path:
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def reports(ops: list[str], parts: list[str], jobs: int = 1) -> Iterator[Report]:
+    """Reports of all configurations, in a fixed order.
+
+    Args:
+        ops: Folders of ops.
+        parts: Keys of `PARTS`.
+        jobs: Processes side by side.
+    """
+    work = [
+        (op, part, index)
+        for op in ops
+        for part in parts
+        for index in range(len(specimens(op, part)))
+    ]
+    if jobs == 1:
+        yield from map(_report, work)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(_report, work)
+
+
+def _report(work: tuple[str, str, int]) -> Report:
+    op, part, index = work
+    return report(specimens(op, part)[index], part, op)
