@@ -84,6 +84,17 @@ class Architecture:
         return kind(self.num_layers, batch, reserve=reserve, longest=longest, extra=extra)
 
 
+def agree(one: Architecture, other: Architecture) -> bool:
+    """Whether two descriptions (nothing measured) are of the same layers, windows and configs."""
+
+    def parts(found: Architecture) -> list[Any]:
+        modules = [*found.layers, *(m for layer in found.sublayers for m, _ in layer)]
+        configs = [(id(config), name) for config, name in found.attention_names]
+        return [[id(m) for m in modules], configs, found.windows, found.rope_limit, found.reason]
+
+    return parts(one) == parts(other)
+
+
 def describe(model: PreTrainedModel) -> Architecture:
     """Look at `model` without running it; `support` is still to be measured.
 

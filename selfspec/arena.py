@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
-
+from selfspec.fingerprint import fingerprint
 from selfspec.fixed_cache import FixedCache
 from selfspec.fixed_step import FixedSteps, bucket
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from selfspec.architectures import Architecture
     from selfspec.target import Target
 
@@ -71,51 +72,24 @@ class Arena:
             self._lock.release()
 
     def _fit(self, batch: int, slots: int, longest: int) -> FixedSteps:
-        state = fingerprint(self.target.model)
         # Who allows for a hundred thousand tokens seldom takes them: the cache can grow.
         likely = min(longest, 2 * slots + 1024)
-        steps = self.steps
-        if steps is not None and state == self._state:
-            cache = steps.cache
-            if cache.batch == batch and cache.bound >= likely:
-                return steps
-        self.steps = steps = None  # gives its memory back first
-        cache = FixedCache(
-            self.target.architecture.num_layers,
-            batch,
-            capacity=-(-(likely + self.most_nodes) // _GRAIN) * _GRAIN,
-            extra=self.most_nodes,
-            device=self.target.device,
-        )
-        self.steps, self._state = FixedSteps(self.target, cache), state
+        state = fingerprint(self.target.model)
+        if state != self._state or not self._holds(batch, likely):
+            self.steps = None  # gives its memory back first
+            cache = FixedCache(
+                self.target.architecture.num_layers,
+                batch,
+                capacity=-(-(likely + self.most_nodes) // _GRAIN) * _GRAIN,
+                extra=self.most_nodes,
+                device=self.target.device,
+            )
+            self.steps, self._state = FixedSteps(self.target, cache), state
+        assert self.steps is not None
         return self.steps
 
-
-def fingerprint(model: nn.Module) -> tuple[Any, ...]:
-    """What a graph of `model` depends on and cannot see change: tensors by address, and switches.
-
-    Switches are plain values in the modules (training flags, adapter names and scales, a replaced
-    `forward`, numbers of hooks); in-place changes of weights need no new graph.
-    """
-    found: list[Any] = []
-    for module in model.modules():
-        found.append(type(module))
-        for name, value in module.__dict__.items():
-            if name in ("_parameters", "_buffers"):
-                found += [(key, _identity(tensor)) for key, tensor in value.items()]
-            elif isinstance(value, dict):
-                found.append((name, tuple((key, _identity(v)) for key, v in value.items())))
-            elif isinstance(value, list | tuple | set):
-                found.append((name, tuple(map(_identity, value))))
-            else:
-                found.append((name, _identity(value)))
-    return tuple(found)
-
-
-def _identity(value: Any) -> Any:
-    """What tells a value from another: itself if plain, an address otherwise."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        return value.data_ptr(), value.dtype, value.shape, value.device
-    return id(value)
+    def _holds(self, batch: int, slots: int) -> bool:
+        if self.steps is None:
+            return False
+        cache = self.steps.cache
+        return cache.batch == batch and cache.bound >= slots

@@ -111,6 +111,8 @@ def _over(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if context is None:
             return _plain(original, module)(module, query, key, value, attention_mask, **kwargs)
         context.calls += 1
+        if not query.dtype == key.dtype == value.dtype:  # autocast: the rotation is left in float32
+            query, key, value = _one_dtype(query, key, value)
         if kwargs.get("position_bias") is not None:
             raise RuntimeError("position_bias is not supported in a tree")
         out = tree_attention(
@@ -127,6 +129,16 @@ def _over(original: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return out.transpose(1, 2).contiguous(), None
 
     return selfspec_attention
+
+
+def _one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Cast as autocast would before `scaled_dot_product_attention`."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        dtype = torch.promote_types(tensors[0].dtype, tensors[1].dtype)
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 def _plain(original: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -8,6 +8,7 @@ token, which is what `DynamicCache` does in every layer of every step.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -24,8 +25,17 @@ class TreeLayer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache) -> None:
         super().__init__()
-        self.cache = cache
+        # Weak: a cycle would keep all keys and values until the garbage collector looks for cycles,
+        # which it does by the number of objects, not by their size.
+        self._cache = weakref.ref(cache)
         self.filled = 0  # slots used while prefilling
+
+    @property
+    def cache(self) -> TreeCache:
+        """The cache that this is a layer of."""
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate on the device and in the dtype of the first states."""
@@ -149,7 +159,8 @@ class TreeCache(Cache):
 
     def load(self, cache: Cache) -> None:
         """Start from a user's cache of plain full-attention layers (copied, not shared)."""
-        for mine, theirs in zip(self.layers, cache.layers, strict=True):
+        # A cache that has not been used may not have its layers yet.
+        for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if theirs.is_initialized and theirs.get_seq_length():
                 mine.update(theirs.keys, theirs.values)
 

@@ -51,14 +51,15 @@ class SpecConfig:
             raise ValueError(
                 f"max_draft_tokens={self.max_draft_tokens!r} must be an int in 1..1024."
             )
-        if self.off_switch not in (None, True, False):
+        if self.off_switch is not None and not isinstance(self.off_switch, bool):
             raise ValueError(f"off_switch={self.off_switch!r} must be True, False or None.")
-        if self.cuda_graphs not in ("auto", True, False):
+        graphs = self.cuda_graphs
+        if not isinstance(graphs, bool) and not (isinstance(graphs, str) and graphs == "auto"):
             raise ValueError(f'cuda_graphs={self.cuda_graphs!r} must be "auto", True or False.')
-        if self.acceptance not in get_args(Rule):
+        if not isinstance(self.acceptance, str) or self.acceptance not in get_args(Rule):
             known = ", ".join(f'"{rule}"' for rule in get_args(Rule))
             raise ValueError(f"acceptance={self.acceptance!r} must be one of {known}.")
-        if self.deterministic not in (True, False):
+        if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r} must be True or False.")
 
     def to_dict(self) -> dict[str, Any]:

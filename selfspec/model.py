@@ -97,10 +97,16 @@ class SpeculativeModel:
         self._drafter_argument = drafter
         self._drafter, switch = resolve(drafter)
         self._off_switch = switch if options.off_switch is None else options.off_switch
-        self._prepare()
+        self._costs = StepCosts()
+        self._drafter_lock = threading.Lock()
+        self._warned: set[str] = set()
+        self._call: threading.local = threading.local()  # what `generate` does not pass on
+        self._look()
+        self._shadow = self._make_shadow()
         logger.info("%s", self)
 
-    def _prepare(self) -> None:
+    def _look(self) -> None:
+        """Find out what the model can do, and fit drafter and decoder to it."""
         self._target = Target(self.model, self.options.deterministic)
         architecture = self._target.architecture
         name = type(self.model).__name__
@@ -117,11 +123,6 @@ class SpeculativeModel:
             if hasattr(drafter, "bind"):
                 drafter.bind(architecture)
         self._decoder = Decoder(self._target, self.options)
-        self._costs = StepCosts()
-        self._drafter_lock = threading.Lock()
-        self._warned: set[str] = set()
-        self._call: threading.local = threading.local()  # what `generate` does not pass on
-        self._shadow = self._make_shadow()
 
     def _make_shadow(self) -> Any:
         """An object that *is* the model (one `__dict__`) but decodes with our loop.
@@ -286,6 +287,9 @@ class SpeculativeModel:
             synced_gpus,
             model_kwargs,
         )
+        if not self._target.is_current:
+            self._look()
+            logger.info("the model has changed since it was wrapped: %s", self)
         on_step = self._call.__dict__.pop("on_step", None)
         generator = self._call.__dict__.pop("generator", None)
         obstacle = (

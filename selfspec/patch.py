@@ -248,6 +248,19 @@ def patched(model: nn.Module, architecture: Architecture) -> Iterator[None]:
         scope.leave()
 
 
+def without_patch(module: nn.Module) -> list[tuple[str, object]]:
+    """The attributes of a module's own dictionary as they are between requests."""
+    with _LOCK:
+        own = list(module.__dict__.items())
+    for i, (name, value) in enumerate(own):
+        if name == "forward" and isinstance(value, _Dispatcher):
+            before = value.forward
+            if getattr(before, "__self__", None) is module:  # the class's own: nothing was there
+                return own[:i] + own[i + 1 :]
+            own[i] = name, before
+    return own
+
+
 def _replace_forward(dispatcher: _Dispatcher) -> Callable[[], None]:
     attributes = dispatcher.module.__dict__
     had, previous = "forward" in attributes, attributes.get("forward")

@@ -11,7 +11,7 @@ import torch
 from selfspec_kernels import TreeLayout
 from torch import Tensor
 
-from selfspec.architectures import Architecture, describe, measure
+from selfspec.architectures import Architecture, agree, describe, measure
 from selfspec.attention import TreeContext, tree_context
 from selfspec.cache import AlignedCache, TreeCache
 from selfspec.patch import LayerPlan, layer_plan, patched
@@ -36,7 +36,7 @@ class Target:
         self.model = model
         self.deterministic = deterministic
         self.attention_calls = 0
-        self.architecture = describe(model)
+        self.architecture = self._described = describe(model)
         with torch.no_grad(), _evaluating(model):
             self.architecture = measure(self)
 
@@ -49,6 +49,11 @@ class Target:
     def vocab_size(self) -> int:
         """Ids that can be embedded; read anew, since embeddings may be resized after wrapping."""
         return self.model.get_input_embeddings().weight.shape[0]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still looks as it did: layers may be replaced, windows changed."""
+        return agree(self._described, describe(self.model))
 
     @contextmanager
     def using(self, architecture: Architecture) -> Iterator[None]:

@@ -7,12 +7,10 @@ place; then in the library itself, by the frequencies of what it emits.
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache
-from math import lcm
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,7 +22,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 import selfspec
 from selfspec import TokenTree
-from selfspec.accept import accept, follow
+from selfspec.accept import accept
 from selfspec.drafters import draw as drawing
 from selfspec.drafters import early_exit, partial
 from selfspec.sampling import Sampler
@@ -32,7 +30,7 @@ from tests.families import tiny
 from tests.generate.test_drawn_drafts import HOT, next_law
 from tests.ops import acceptance_oracle
 from tests.ops.acceptance_cases import MOST
-from tests.ops.acceptance_oracle import Law, Pair, Prefix, accepted, continued, law
+from tests.ops.acceptance_oracle import Law, Pair, Prefix, continued
 
 RULES = ("traversal", "multiround")
 ALL: Prefix = ()
@@ -242,116 +240,6 @@ def test_stopping_behind_a_token_that_is_kept_is_exact(rule: str) -> None:
     assert exact_as_it_is((1, 1, 1), rule, Pair, 3, UNSURE)
 
 
-# Trees up to 2x2x1 that the tests of the op leave out.
-SHAPES = [(2,), (1, 2), (2, 1), (2, 1, 1), (1, 2, 1)]
-PAIRS = 60
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rules_are_lossless_and_in_order(shape: tuple[int, ...]) -> None:
-    length = len(shape) + 1
-    for seed in range(PAIRS):
-        pair = Pair(seed)
-        target = continued({ALL: Fraction(1)}, pair.p, length)
-        outputs = [law(pair.p, pair.q, shape, rule) for rule in RULES]
-        assert all(continued(output, pair.p, length) == target for output in outputs)
-        outputs.append(law(pair.p, pair.q, (1,) * len(shape), "multiround"))
-        means = [accepted(output) for output in outputs]
-        assert means == sorted(means, reverse=True)
-
-
-def tree_of(draft: tuple[list[int], list[int]], rows: int = 1) -> TokenTree:
-    tokens, parents = draft
-    one = TokenTree.from_topology(torch.tensor([tokens]), parents)
-    fields = ("tokens", "parents", "depth", "ancestors", "num_nodes")
-    return replace(
-        one, **{name: getattr(one, name).expand(rows, *getattr(one, name).shape[1:]) for name in fields}
-    )
-
-
-def likeliest(pair: Pair, shape: tuple[int, ...]) -> tuple[list[int], list[int], list[Prefix]]:
-    """A tree whose nodes have the likeliest tokens of q as children."""
-    tokens, parents, prefixes = [0], [-1], [ALL]
-    for node_depth, breadth in enumerate(shape):
-        for node in [n for n, prefix in enumerate(prefixes) if len(prefix) == node_depth]:
-            weights = pair.q(prefixes[node])
-            for x in sorted(range(len(weights)), key=lambda x: -weights[x])[:breadth]:  # noqa: B023
-                tokens.append(x)
-                parents.append(node)
-                prefixes.append((*prefixes[node], x))
-    return tokens, parents, prefixes
-
-
-@pytest.mark.parametrize("shape", [(1,), (1, 1, 1), (3,), (2, 2), (2, 2, 1)], ids=str)
-def test_following_the_targets_draws_has_its_law(shape: tuple[int, ...]) -> None:
-    """For every choice that the target can make after the nodes of a deterministic draft."""
-    length = len(shape) + 1
-    for seed in range(PAIRS):
-        pair = Pair(seed)
-        tokens, parents, prefixes = likeliest(pair, shape)
-        laws = [pair.p(prefix) for prefix in prefixes]
-        scales = [lcm(*(chance.denominator for chance in chances)) for chances in laws]
-        # Probabilities as integers, so that tensors add them up exactly.
-        weights, choices = torch.ones(1, dtype=torch.int64), torch.zeros(1, 0, dtype=torch.int64)
-        for chances, scale in zip(laws, scales, strict=True):
-            here = torch.tensor([int(chance * scale) for chance in chances])
-            ways = here.nonzero()[:, 0]
-            choices = torch.cat(
-                [choices.repeat_interleave(len(ways), 0), ways.repeat(len(weights))[:, None]], 1
-            )
-            weights = (weights[:, None] * here[ways]).flatten()
-        tree = tree_of((tokens, parents), len(weights))
-        out = follow(tree, choices)
-        code = tree.tokens.gather(1, out.path.clamp(min=0).long()) + 1
-        code[out.path < 0] = 0
-        code = torch.cat([code[:, 1:], code[:, :1] * 0], 1)
-        code.scatter_(1, out.num_accepted[:, None].long(), out.next_token[:, None] + 1)
-        code = (code * 4 ** torch.arange(length)).sum(1)
-        sums = torch.zeros(4**length, dtype=torch.int64).index_add_(0, code, weights)
-        whole = int(weights.sum())
-        outputs = {}
-        for at in sums.nonzero()[:, 0].tolist():
-            digits = [at // 4**i % 4 for i in range(length)]
-            outputs[tuple(d - 1 for d in digits if d)] = Fraction(int(sums[at]), whole)
-        assert continued(outputs, pair.p, length) == continued({ALL: Fraction(1)}, pair.p, length)
-
-
-class Sure(Pair):
-    """A target that is certain of one token after every prefix."""
-
-    def p(self, prefix: Prefix) -> Law:
-        before = super().p(prefix)
-        return [Fraction(x == before.index(max(before))) for x in range(len(before))]
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (3,), (2, 2, 1)], ids=str)
-def test_a_certain_target_leaves_one_text(shape: tuple[int, ...]) -> None:
-    """Under every rule, in fractions and in the library, it is the greedy one."""
-    for seed in range(PAIRS):
-        pair = Sure(seed)
-        greedy: Prefix = ALL
-        while len(greedy) <= len(shape):
-            greedy = (*greedy, pair.p(greedy).index(Fraction(1)))
-        for rule in RULES:
-            outputs = law(pair.p, pair.q, shape, rule)
-            assert continued(outputs, pair.p, len(greedy)) == {greedy: Fraction(1)}
-        tokens, parents = pair.draft(shape, random.Random(seed))
-        p, q = (
-            torch.tensor([[[float(a) for a in side(prefix)] for prefix in pair.prefixes]])
-            for side in (pair.p, pair.q)
-        )
-        drawn = replace(tree_of((tokens, parents)), log_q=q.log(), max_children=max(shape))
-        samplers = [Sampler(LogitsProcessorList(), True, rule=rule) for rule in RULES]
-        samplers.append(Sampler(LogitsProcessorList(), False))
-        for tree in (drawn, replace(drawn, log_q=None)):
-            for sampler in samplers:
-                out = accept(tree, p.log(), sampler, state([0]))
-                path = out.path[0, 1 : int(out.num_accepted) + 1].tolist()
-                text = (*(tokens[n] for n in path), int(out.next_token))
-                assert text == greedy[: len(text)]
-                assert len(text) == len(greedy) or text not in pair.prefixes
-
-
 # --------------------------------------------------------------- the library, by frequencies
 
 ROWS = 30_000
@@ -372,6 +260,17 @@ def state(positions: list[int], sampler: Any = None) -> Any:
         frozen=[False] * len(positions),
         positions=lambda: positions,
     )
+
+
+def tree_of(draft: tuple[list[int], list[int]], rows: int = 1) -> TokenTree:
+    """Tokens and parents, the same in every row."""
+    tokens, parents = draft
+    tree = TokenTree.from_topology(torch.tensor([tokens]), parents)
+    wide = {
+        name: getattr(tree, name).expand(rows, *getattr(tree, name).shape[1:])
+        for name in ("tokens", "parents", "depth", "ancestors", "num_nodes")
+    }
+    return replace(tree, **wide)
 
 
 def texts(rule: Any, branches: int) -> torch.Tensor:
@@ -414,10 +313,8 @@ def chi_square(rule: str = "traversal", branches: int = 1) -> float:
     p = Sampler(WARPERS, True).scores(TARGET).double().softmax(-1)
     expected = ROWS * (p[0][:, None, None] * p[:, :, None] * p[None]).flatten()
     assert not counts[expected == 0].any()
-    common = expected > 5  # the rest as one outcome
-    counts, expected = (
-        torch.cat([x[common], x[~common].sum()[None]]) for x in (counts.double(), expected)
-    )
+    common = expected > 5  # rarer ones add more than they tell
+    counts, expected = counts[common], expected[common]
     return float(((counts - expected) ** 2 / expected).sum())
 
 
@@ -463,7 +360,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "coins by the place of the token": (
         reference,
         "uniform",
-        lambda seed, node, at, stream: uniform(seed, node * 0, at + DEPTH, stream),
+        lambda seed, node, at, stream: uniform(seed, node * 0, at + DEPTH[node], stream),
     ),
     "what follows by the same number in every step": (
         reference,
@@ -478,7 +375,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_frequencies_notice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTANTS[name])
-    assert chi_square() > MOST
+    assert chi_square(branches=1 + ("siblings" in name)) > MOST
 
 
 def excess(confidence: float, rows: int = 1000) -> float:

@@ -6,6 +6,9 @@ put a stand-in where `torch.cuda` would record and replay it.
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +29,9 @@ from transformers import (
 import selfspec
 from selfspec import fixed_step
 from selfspec.accept import accept
-from selfspec.arena import Arena, fingerprint
+from selfspec.arena import Arena
+from selfspec.cache import TreeCache
+from selfspec.fingerprint import fingerprint
 from selfspec.fixed_cache import FixedCache
 from selfspec.fixed_step import FixedStep, bucket, pad_tree
 from selfspec.sampling import Sampler
@@ -143,7 +148,7 @@ def test_arenas_are_kept_while_they_fit(model: Any) -> None:
 
 
 def test_what_a_graph_cannot_see_makes_a_new_one() -> None:
-    model = tiny.build("llama_gqa3")
+    model: Any = copy.deepcopy(tiny.build("llama_gqa3"))
     layer = model.model.layers[1]
     seen = [fingerprint(model)]
 
@@ -171,13 +176,57 @@ def test_what_a_graph_cannot_see_makes_a_new_one() -> None:
     assert changes()
     layer.mlp.scaling["adapter"] = 2.0
     assert changes()
-    layer.forward = layer.forward
+    layer.mlp.scaling["nested"] = {"deeper": [1.0]}
+    assert changes()
+    layer.mlp.scaling["nested"]["deeper"][0] = 2.0
+    assert changes()
+    model.config.rms_norm_eps *= 2
+    assert changes()
+    for _ in range(5):  # each likely to get the address of the one before
+        layer.forward = functools.partial(type(layer).forward, layer)
+        assert changes()
+        assert not changes()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert changes()
     assert changes()
 
 
+def test_a_request_in_another_thread_changes_nothing_for_good() -> None:
+    model = tiny.build("llama_gqa3")
+    before = fingerprint(model)
+    seen = []
+
+    class Looking(RandomTreeDrafter):
+        def draft(self, state: Any, budget: int) -> TokenTree:
+            seen.append(fingerprint(model))
+            return super().draft(state, budget)
+
+    both = [selfspec.EarlyExitDrafter(2, 2, 0.0), Looking()]  # the first puts dispatchers on
+    selfspec.wrap(model, both).generate(**tiny.prompts(1), max_new_tokens=6)
+    assert len(seen) > 2
+    assert all(one == before for one in seen)
+
+
+def test_an_arena_gives_its_memory_back_at_once(model: Any) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        spec = selfspec.wrap(model, cuda_graphs=True)
+        for batch in (1, 2, 1, 2):
+            spec.generate(**tiny.prompts(batch), max_new_tokens=4)
+        eager = selfspec.wrap(model, cuda_graphs=False)
+        for _ in range(3):
+            eager.generate(**tiny.prompts(1), max_new_tokens=4)
+        alive = [o for o in gc.get_objects() if isinstance(o, TreeCache)]
+    finally:
+        gc.enable()
+    assert [type(cache) for cache in alive] == [FixedCache]
+
+
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r'cuda_graphs=2 must be "auto", True or False'):
-        selfspec.SpecConfig(cuda_graphs=2)  # type: ignore[arg-type]
+    for wrong in (1, 2, "on", None, torch.tensor(True)):
+        with pytest.raises(ValueError, match=r'cuda_graphs=.* must be "auto", True or False'):
+            selfspec.SpecConfig(cuda_graphs=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"cuda_graphs=True: steps of Bloom.*chains only"):
         selfspec.wrap(tiny.build("bloom"), cuda_graphs=True)
     assert selfspec.wrap(tiny.build("bloom"))._decoder._arena is None

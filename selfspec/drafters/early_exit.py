@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from selfspec_kernels.draft_topk import MAX_K
+
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import draft_chain
 from selfspec.patch import LayerPlan
@@ -60,7 +62,7 @@ class EarlyExitDrafter:
             check_int("exit_layer", exit_layer, 1)
         check_int("max_draft_tokens", max_draft_tokens, 1)
         check_probability("confidence", confidence)
-        check_int("branches", branches, 1)
+        check_int("branches", branches, 1, MAX_K)
         check_bool("do_sample", do_sample)
         self.exit_layer = exit_layer
         self.max_draft_tokens = max_draft_tokens

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from selfspec_kernels.draft_topk import MAX_K
+
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import draft_chain
 from selfspec.patch import LayerPlan
@@ -89,7 +91,7 @@ class LayerSkipDrafter:
     ) -> None:
         check_int("max_draft_tokens", max_draft_tokens, 1)
         check_probability("confidence", confidence)
-        check_int("branches", branches, 1)
+        check_int("branches", branches, 1, MAX_K)
         check_bool("do_sample", do_sample)
         if skip_set is not None and not isinstance(skip_set, SkipSet):
             if not isinstance(skip_set, Iterable):

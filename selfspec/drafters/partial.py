@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
-from selfspec_kernels.draft_topk import MAX_K
 
 from selfspec.drafters.draw import draw, draws
 from selfspec.patch import LayerPlan
@@ -62,7 +61,7 @@ def draft_chain(
     """
     target, cache = state.target, state.cache
     architecture, device = target.architecture, state.root.device
-    most = min(branches, budget, MAX_K) if architecture.support == "tree" else 1
+    most = min(branches, budget) if architecture.support == "tree" else 1
     last = architecture.num_layers
     readout = architecture.readout
     drawn = do_sample and draws(state)

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     BartConfig,
     BartForCausalLM,
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -219,3 +220,54 @@ def test_autocast_reaches_the_thread_of_a_stream(model: Any) -> None:
         whole = spec.generate(**prompt, max_new_tokens=NEW)[0, 17:].tolist()
         steps = list(spec.stream(**prompt, max_new_tokens=NEW))
     assert [t for step in steps for t in step.tokens[0]] == whole
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "early-exit"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_under_autocast_and_after_it(batch: int, drafter: str, graphs: bool) -> None:
+    model, prompt = tiny.build("llama_gqa3"), tiny.prompts(batch)
+    spec = selfspec.wrap(model, drafter=drafter, cuda_graphs=graphs)
+    for dtype in (torch.bfloat16, None, torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            plain = model.generate(**prompt, max_new_tokens=2)
+            out = spec.generate(**prompt, max_new_tokens=12)
+        assert out[:, :-10].equal(plain)  # later ones may be tied in bfloat16
+        if dtype is None:
+            assert out.equal(model.generate(**prompt, max_new_tokens=12))
+
+
+def test_a_cache_that_has_no_layers_yet() -> None:
+    model, prompt = tiny.build("llama_gqa3"), tiny.prompts(2)
+    plain = model.generate(**prompt, max_new_tokens=8)
+    cache = DynamicCache()
+    assert (
+        selfspec.wrap(model)
+        .generate(**prompt, past_key_values=cache, max_new_tokens=8)
+        .equal(plain)
+    )
+    assert cache.get_seq_length() == plain.shape[1] - 1
+
+
+@pytest.mark.parametrize(
+    "drafter", [selfspec.EarlyExitDrafter(1, 3, 0.0), selfspec.LayerSkipDrafter([3], 3, 0.0)]
+)
+def test_layers_replaced_after_wrapping(drafter: Any) -> None:
+    model: Any = copy.deepcopy(tiny.build("llama_gqa3"))
+    prompt = tiny.prompts(2)
+    spec = selfspec.wrap(model, drafter)
+    before = spec.generate(**prompt, max_new_tokens=12)
+    for part in ("layer", "attention", "order"):
+        layers = model.model.layers
+        if part == "layer":
+            layers[1] = copy.deepcopy(layers[1])
+            torch.nn.init.normal_(layers[1].mlp.up_proj.weight)
+        elif part == "attention":
+            layers[2].self_attn = copy.deepcopy(layers[2].self_attn)
+            torch.nn.init.normal_(layers[2].self_attn.v_proj.weight)
+        else:
+            layers[1].mlp, layers[2].mlp = layers[2].mlp, layers[1].mlp
+        plain = model.generate(**prompt, max_new_tokens=12)
+        assert not plain.equal(before)
+        assert spec.generate(**prompt, max_new_tokens=12).equal(plain)
+        before = plain
