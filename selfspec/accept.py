@@ -121,7 +121,7 @@ def _reject(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeStat
         seed=sampler.seeds(tree.batch).to(device),
         position=torch.tensor(state.positions(), dtype=torch.int32).to(device),
         max_depth=tree.max_depth,
-        max_children=tree.max_children,
+        max_children=max(1, tree.max_children),
         rule=sampler.rule,
     )
     return Acceptance(path, num_accepted, next_token, scores if sampler.keep_scores else None)

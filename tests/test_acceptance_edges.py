@@ -7,6 +7,7 @@ infinite logits, the smallest vocabularies and trees, rows that have ended.
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from dataclasses import replace
 from fractions import Fraction
@@ -31,10 +32,17 @@ from selfspec.sampling import Sampler
 from tests.families import tiny
 from tests.ops.acceptance_oracle import Law, Pair, Prefix, accepted, continued, law
 from tests.test_accept import state
+from tests.test_acceptance_traps import tree_of
 
 LOSSLESS = ("traversal", "multiround")
 RULES: tuple[Any, ...] = (*LOSSLESS, "lossy-typical")
 ALL: Prefix = ()
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
 
 # --------------------------------------------------------------- exact laws
 
@@ -56,27 +64,14 @@ def test_rules_are_lossless_and_in_order(shape: tuple[int, ...]) -> None:
         assert means == sorted(means, reverse=True)
 
 
-def likeliest(pair: Pair, shape: tuple[int, ...]) -> tuple[list[int], list[int], list[Prefix]]:
-    """A tree whose nodes have the likeliest tokens of q as children."""
-    tokens, parents, prefixes = [0], [-1], [ALL]
-    for node_depth, breadth in enumerate(shape):
-        for node in [n for n, prefix in enumerate(prefixes) if len(prefix) == node_depth]:
-            weights = pair.q(prefixes[node])
-            for x in sorted(range(len(weights)), key=lambda x: -weights[x])[:breadth]:
-                tokens.append(x)
-                parents.append(node)
-                prefixes.append((*prefixes[node], x))
-    return tokens, parents, prefixes
-
-
 @pytest.mark.parametrize("shape", [(1,), (1, 1, 1), (3,), (2, 2), (2, 2, 1)], ids=str)
 def test_following_the_targets_draws_has_its_law(shape: tuple[int, ...]) -> None:
-    """For every choice that the target can make after the nodes of a deterministic draft."""
+    """Whatever tree was drafted: over every choice that the target can make after its nodes."""
     length = len(shape) + 1
     for seed in range(PAIRS):
         pair = Pair(seed)
-        tokens, parents, prefixes = likeliest(pair, shape)
-        laws = [pair.p(prefix) for prefix in prefixes]
+        tokens, parents = pair.draft(shape, random.Random(seed))
+        laws = [pair.p(prefix) for prefix in pair.prefixes]
         scales = [lcm(*(chance.denominator for chance in chances)) for chances in laws]
         # Probabilities as integers, so that tensors add them up exactly.
         weights, choices = torch.ones(1, dtype=torch.int64), torch.zeros(1, 0, dtype=torch.int64)
@@ -87,15 +82,7 @@ def test_following_the_targets_draws_has_its_law(shape: tuple[int, ...]) -> None
                 [choices.repeat_interleave(len(ways), 0), ways.repeat(len(weights))[:, None]], 1
             )
             weights = (weights[:, None] * here[ways]).flatten()
-        one = TokenTree.from_topology(torch.tensor([tokens]), parents)
-        tree = replace(
-            one,
-            tokens=one.tokens.expand(len(weights), -1),
-            parents=one.parents.expand(len(weights), -1),
-            depth=one.depth.expand(len(weights), -1),
-            ancestors=one.ancestors.expand(len(weights), -1, -1),
-            num_nodes=one.num_nodes.expand(len(weights)),
-        )
+        tree = tree_of(tokens, parents, len(weights))
         out = follow(tree, choices)
         code = tree.tokens.gather(1, out.path.clamp(min=0).long()) + 1
         code[out.path < 0] = 0
@@ -135,16 +122,12 @@ def test_a_certain_target_leaves_one_text(shape: tuple[int, ...]) -> None:
             torch.tensor([[[float(a) for a in side(prefix)] for prefix in pair.prefixes]])
             for side in (pair.p, pair.q)
         )
-        drawn = replace(
-            TokenTree.from_topology(torch.tensor([tokens]), parents),
-            log_q=q.log(),
-            max_children=max(shape),
-        )
+        drawn = TokenTree.from_topology(torch.tensor([tokens]), parents, log_q=q.log())
         samplers = [Sampler(LogitsProcessorList(), True, rule=rule) for rule in LOSSLESS]
         samplers.append(Sampler(LogitsProcessorList(), False))
         for tree in (drawn, replace(drawn, log_q=None)):
-            for sampler in samplers:
-                out = accept(tree, p.log(), sampler, state())
+            for how in samplers:
+                out = accept(tree, p.log(), how, state())
                 path = out.path[0, 1 : int(out.num_accepted) + 1].tolist()
                 text = (*(tokens[n] for n in path), int(out.next_token))
                 assert text == greedy[: len(text)]
@@ -156,7 +139,8 @@ def test_a_certain_target_leaves_one_text(shape: tuple[int, ...]) -> None:
 INF, NAN = float("inf"), float("nan")
 # Two branches, a chain, the root alone, and a row that ends early.
 ROWS = [[-1, 0, 0, 1, 2, 2], [-1, 0, 1, 2, 3, 4], [-1], [-1, 0, 0, 1]]
-WIDTH = 6
+WIDTH, EVERY = 6, list(range(len(ROWS)))
+GREEDY = Sampler(LogitsProcessorList(), False)
 drafts = pytest.mark.parametrize("drawn", [True, False], ids=["log_q", "no log_q"])
 rules = pytest.mark.parametrize("rule", RULES)
 
@@ -205,16 +189,21 @@ def apart(vocab: int, seed: int) -> torch.Tensor:
     return order.float() - vocab / 2
 
 
-@pytest.mark.parametrize("temperature", [1e-7, 1e-5, 1e-2])
+@pytest.mark.parametrize("temperature", [1e-7, 1e-5, 1e-2, None])
 @pytest.mark.parametrize("vocab", [2, 7])
 @drafts
 @rules
-def test_cold_sampling_is_greedy(rule: str, drawn: bool, vocab: int, temperature: float) -> None:
+def test_cold_or_certain_sampling_is_greedy(
+    rule: str, drawn: bool, vocab: int, temperature: float | None
+) -> None:
+    """None stands for logits of which all but one are -inf, as a grammar or top_k=1 leave them."""
     for seed in range(10):
         tree, logits = trees(vocab, drawn, seed), apart(vocab, seed)
-        greedy = decided(tree, logits, Sampler(LogitsProcessorList(), False))
-        out = decided(tree, logits, sampler(rule, TemperatureLogitsWarper(temperature)))
-        assert same(out, greedy, list(range(len(ROWS))))
+        greedy = decided(tree, logits, GREEDY)
+        if temperature is None:
+            logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True), -INF)
+        cold = [] if temperature is None else [TemperatureLogitsWarper(temperature)]
+        assert same(decided(tree, logits, sampler(rule, *cold)), greedy, EVERY)
 
 
 @drafts
@@ -230,17 +219,6 @@ def test_cold_sampling_of_a_tie_takes_one_of_the_tied(rule: str, drawn: bool) ->
         kept = tree.tokens.gather(1, out.path.clamp(min=0).long())[out.path > 0]
         seen |= {*out.next_token.tolist(), *kept.tolist()}
     assert seen == {2, 5}
-
-
-@drafts
-@rules
-def test_one_possible_token(rule: str, drawn: bool) -> None:
-    """All other logits are -inf: as a grammar or top_k=1 leave them."""
-    for seed in range(10):
-        tree, logits = trees(7, drawn, seed), apart(7, seed)
-        greedy = decided(tree, logits, Sampler(LogitsProcessorList(), False))
-        only = logits.masked_fill(logits < logits.amax(-1, keepdim=True), -INF)
-        assert same(decided(tree, only, sampler(rule)), greedy, list(range(len(ROWS))))
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -267,36 +245,37 @@ def test_a_coin_of_almost_1_fails_unless_p_is_q(rule: str, monkeypatch: pytest.M
         reference, "uniform", lambda seed, node, at, stream: (seed * 0 + node * 0) + 1 - 2.0**-24
     )
     tree = trees(7, True)
-    # On the scale of 1/8 the softmax of these is exact: p is q to the last bit.
-    q = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8, 0, 0, 0]).log().expand(len(ROWS), WIDTH, 7)
+    q = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 8, 0, 0, 0])
+    p = torch.cat([q[:4] / 2, torch.full((3,), 1 / 6)])
+    log_q, log_p = (weights.log().expand(len(ROWS), WIDTH, 7) for weights in (q, p))
     tokens = torch.tensor([[0, 1, 2, 3, 0, 1], [0] * 6, [0] * 6, [0, 3, 1, 2, 0, 0]])
-    tree = replace(tree, tokens=tokens, log_q=q)
-    assert decided(tree, q, sampler(rule)).num_accepted[[1, 3]].tolist() == [5, 2]
-    out = decided(tree, q.roll(4, -1), sampler(rule))
+    tree = replace(tree, tokens=tokens, log_q=log_q)
+    assert decided(tree, log_q, sampler(rule)).num_accepted[[1, 3]].tolist() == [5, 2]
+    out = decided(tree, log_p, sampler(rule))
     assert out.num_accepted.tolist() == [0] * len(ROWS)
-    assert (out.next_token >= 4).all()
+    assert (out.next_token[[0, 1, 3]] >= 4).all()
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_draft_probabilities_too_small_for_float16(rule: str) -> None:
-    """They round to 0, or to a subnormal; the tokens were drawn all the same."""
+    """A token whose q rounds to 0 counts as not drafted; one with a subnormal q can be kept."""
     q = torch.full((len(ROWS), WIDTH, 7), 1 / 5)
     q[..., 5], q[..., 6] = 1e-9, 4e-8
     halves = q.half()
     assert (halves[..., 5] == 0).all()
     assert (halves[..., 6] > 0).all()
-    for token in (5, 6):
+    uniform = torch.zeros(len(ROWS), WIDTH, 7)
+    for token, log_q in itertools.product((5, 6), (halves.log(), q.log().half())):
         tree = trees(7, True)
-        tokens = torch.full_like(tree.tokens, token)
-        for log_q in (halves.log(), q.log().half()):
-            drawn = replace(tree, tokens=tokens, log_q=log_q)
-            out = decided(drawn, torch.zeros(len(ROWS), WIDTH, 7), sampler(rule))
-            assert out.num_accepted.tolist() == [2, 5, 0, 2]
-            never = torch.zeros(len(ROWS), WIDTH, 7)
-            never[..., token] = -INF
-            out = decided(drawn, never, sampler(rule))
-            assert out.num_accepted.tolist() == [0] * len(ROWS)
-            assert (out.next_token != token).all()
+        tree = replace(tree, tokens=torch.full_like(tree.tokens, token), log_q=log_q)
+        possible = bool(log_q[0, 0, token] > -INF)
+        out = decided(tree, uniform, sampler(rule))
+        assert out.num_accepted.tolist() == ([2, 5, 0, 2] if possible else [0] * 4)
+        never = uniform.clone()
+        never[..., token] = -INF
+        out = decided(tree, never, sampler(rule))
+        assert out.num_accepted.tolist() == [0] * 4
+        assert (out.next_token != token).all()
 
 
 @pytest.mark.parametrize("kind", ["nan", "some nan", "inf", "two inf", "-inf"])
@@ -315,10 +294,8 @@ def test_broken_logits(rule: str, drawn: bool, kind: str) -> None:
     else:
         with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
             decided(tree, logits, sampler(rule))
-    out = decided(tree, logits, Sampler(LogitsProcessorList(), False))
-    assert same(
-        out, decided(tree, logits.nan_to_num(0), Sampler(LogitsProcessorList(), False)), [1, 2, 3]
-    )
+    sound = decided(tree, apart(7, 0), GREEDY)
+    assert same(decided(tree, logits, GREEDY), sound, [1, 2, 3])
 
 
 @pytest.mark.parametrize("vocab", [1, 2])
@@ -327,7 +304,8 @@ def test_a_root_alone(rule: str, vocab: int) -> None:
     root = torch.zeros(3, dtype=torch.int64)
     tree = TokenTree.root_only(root)
     log_q = torch.zeros(3, 1, vocab).log_softmax(-1)
-    for alone in (tree, TokenTree.chain(root, root[:, None][:, :0], log_q=log_q)):
+    chain = TokenTree.chain(root, root[:, None][:, :0], log_q=log_q)
+    for alone in (tree, chain, TokenTree.from_topology(root[:, None], [-1], log_q=log_q)):
         out = decided(alone, torch.zeros(3, 1, vocab), sampler(rule))
         assert out.path.tolist() == [[0]] * 3
 
@@ -362,15 +340,11 @@ NEW = 16
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return tiny.build("llama")
-
-
-def small(vocab: int) -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = LlamaConfig(vocab_size=vocab, num_hidden_layers=4, **sizes, initializer_range=0.5)
-        return LlamaForCausalLM(config).eval()
+    """With logits so far apart that a temperature of 0.01 is cold."""
+    sharp = copy.deepcopy(tiny.build("llama"))
+    with torch.no_grad():
+        sharp.lm_head.weight.mul_(100)
+    return sharp
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -396,7 +370,10 @@ def test_cold_text_is_greedy_text(model: Any, rule: str, name: str) -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 @rules
 def test_a_vocabulary_of_two(rule: str, name: str) -> None:
-    model, prompt = small(2), torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0]])
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=2, num_hidden_layers=4, **sizes, initializer_range=0.5)
+    model = LlamaForCausalLM(config).eval()
+    prompt = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 0, 0, 0]])
     settings: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
     settings["attention_mask"] = torch.ones_like(prompt)
     spec = selfspec.wrap(model, DRAFTERS[name](), acceptance=rule)

@@ -17,7 +17,7 @@ WHOLE = [
 ]
 SPLIT = [
     Case(5, (40, 20, 0), groups=2, kv_heads=2, start=True, memory="paged", splits=2),
-    Case(3, (75, 2), sinks=True, splits=3, slack=20, groups=2),
+    Case(3, (150, 2), sinks=True, splits=3, slack=20, groups=2),
 ]
 
 

@@ -1,6 +1,7 @@
 """The table of launch parameters, and the choice of its rows with a clock that is made up."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from selfspec_kernels.tuning.problems import launches
 from selfspec_kernels.tuning.search import SPACES, candidates
 from selfspec_kernels.tuning.tune import tuned
 
+ROOT = Path(__file__).parents[2]
 SHIPPED = json.loads(tuning.TABLE.read_text())
 ROW = {"item_size": 2, "width": 64, "m": 16, "n": 64, "warps": 4, "stages": 3, "precision": "ieee"}
 
@@ -136,3 +138,16 @@ def test_tune_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a GPU"):
         main(["tune", "--op", "tree_attention"])
+
+
+def test_the_readme_shows_what_the_gate_found():
+    from selfspec_kernels.tuning.__main__ import summary
+    from selfspec_kernels.tuning.gate import Report
+
+    found = json.loads((ROOT / "tests" / "benchmarks" / "results" / "gate.json").read_text())
+    reports = [Report(**entry) for entry in found["configurations"]]
+    assert all(report.faults == [] for report in reports)
+    assert {report.part for report in reports} == set(PARTS)
+    readme = (ROOT / "kernels" / "README.md").read_text()
+    assert summary(reports) in readme
+    assert f"Triton {found['triton']}" in readme
