@@ -17,6 +17,7 @@ import platform
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from selfspec.sampling import Sampler
 
 PROMPT = "Once upon a time, in a small"
 COMPARED = 3
-NEW = 5  # the last token has no room for drafts
+NEW = 5  # room for a draft of three tokens behind the first
 TEMPERATURES = (0.7, 1.0)
 FILTERS = {"top_p": 0.9, "top_k": 50}
 PERMUTATIONS = 2000
@@ -95,14 +96,30 @@ class Overlap:
         ]
 
 
-def triples(generate: Any, ids: torch.Tensor, runs: int, batch: int, **settings: Any) -> list[Any]:
+def plain_tokens(model: Any, rows: torch.Tensor, **settings: Any) -> list[list[int]]:
+    """The first tokens of every row, by transformers."""
+    out = model.generate(rows, max_new_tokens=COMPARED, do_sample=True, **settings)
+    tokens: list[list[int]] = out[:, rows.shape[1] :].tolist()
+    return tokens
+
+
+def drafted_tokens(spec: Any, rows: torch.Tensor, **settings: Any) -> list[list[int]]:
+    """The same with drafts; the steps end as soon as every row has enough."""
+    found: list[list[int]] = [[] for _ in rows]
+    for step in spec.stream(rows, max_new_tokens=NEW, do_sample=True, **settings):
+        for row, new in zip(found, step.tokens, strict=True):
+            row += new
+        if min(map(len, found)) >= COMPARED:
+            break
+    return found
+
+
+def triples(draw: Any, ids: torch.Tensor, runs: int, batch: int, **settings: Any) -> list[Any]:
     """The first tokens of `runs` continuations."""
     found: list[Any] = []
     while len(found) < runs:
         rows = ids.expand(min(batch, runs - len(found)), -1)
-        out = generate(rows, max_new_tokens=NEW, do_sample=True, **settings)
-        first = out[:, ids.shape[1] : ids.shape[1] + COMPARED]
-        found += [tuple(row) for row in first.tolist()]
+        found += [tuple(row[:COMPARED]) for row in draw(rows, **settings)]
     return found
 
 
@@ -147,7 +164,10 @@ def check(model: Any, ids: torch.Tensor, args: Any) -> list[dict[str, Any]]:
     for temperature in TEMPERATURES:
         settings = {"temperature": temperature, **FILTERS, "eos_token_id": None, "pad_token_id": 0}
         torch.manual_seed(1)
-        plain = [triples(model.generate, ids, args.runs, args.batch, **settings) for _ in "ab"]
+        plain = [
+            triples(partial(plain_tokens, model), ids, args.runs, args.batch, **settings)
+            for _ in "ab"
+        ]
         with torch.no_grad():
             logits = model(ids).logits[:, -1].float()
         law = reference_law(model, ids, logits, settings)
@@ -162,7 +182,8 @@ def check(model: Any, ids: torch.Tensor, args: Any) -> list[dict[str, Any]]:
             spec = selfspec.wrap(model, drafter, acceptance=rule)
             torch.manual_seed(2)
             with Overlap() as overlap:
-                sample = triples(spec.generate, ids, args.runs, args.batch, **settings)
+                draw = partial(drafted_tokens, spec)
+                sample = triples(draw, ids, args.runs, args.batch, **settings)
             entry["drafts"][name] = {
                 "apart": [round(distance(sample, other), 4) for other in plain],
                 "chance": round(chance(sample, plain[0]), 4),
