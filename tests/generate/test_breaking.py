@@ -246,7 +246,9 @@ def test_a_cache_that_has_no_layers_yet() -> None:
         .generate(**prompt, past_key_values=cache, max_new_tokens=8)
         .equal(plain)
     )
-    assert cache.get_seq_length() == plain.shape[1] - 1
+    # Older transformers do not say whose an empty cache is; there it stays empty.
+    filled = plain.shape[1] - 1 if hasattr(cache, "_is_user_defined") else 0
+    assert cache.get_seq_length() == filled
 
 
 @pytest.mark.parametrize(
