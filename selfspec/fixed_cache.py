@@ -70,6 +70,10 @@ class FixedCache(TreeCache):
             self.capacity = max(slots, 2 * self.capacity)
             self.generation += 1
 
+    def make_room(self, nodes: int = 0) -> None:
+        """Grow if the next tree, of the usual size or of `nodes`, would not fit; host work only."""
+        self.reserve(max(self.lengths) + max(self.extra, nodes))
+
     def settle(self, pads: list[int]) -> None:
         """End the prefill; see `TreeCache.settle`."""
         super().settle(pads)
@@ -83,7 +87,7 @@ class FixedCache(TreeCache):
 
     def open(self, offset: int, count: int) -> None:
         """Direct the next writes to nodes offset..offset+count-1 of every row."""
-        self.reserve(max(self.lengths) + max(self.extra, offset + count))
+        self.make_room(offset + count)
         nodes = torch.arange(offset, offset + count, device=self.prefix_len.device)
         slots = self.prefix_len[:, None] + nodes
         self.window = (self.capacity - count, self.capacity, slots)

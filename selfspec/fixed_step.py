@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from selfspec.accept import follow
-from selfspec.sampling import Sampler, argmax
+from selfspec.sampling import argmax
 from selfspec.state import TargetOutput
 from selfspec.step import step_table
 from selfspec.topology import WORD_BITS
@@ -26,6 +26,7 @@ from selfspec.tree import Resume, TokenTree
 
 if TYPE_CHECKING:
     from selfspec.fixed_cache import FixedCache
+    from selfspec.sampling import Sampler
     from selfspec.target import Target
 
 logger = logging.getLogger("selfspec")
@@ -141,7 +142,7 @@ class FixedSteps:
         return verify
 
     def _run(self, tree: TokenTree, taps: frozenset[int], greedy: bool) -> TargetOutput:
-        self.cache.open(0, 1)  # grows if it has to, which voids what is captured
+        self.cache.make_room()  # growing voids what is captured
         if self.cache.generation != self._generation:
             self.steps.clear()
             self._generation = self.cache.generation
