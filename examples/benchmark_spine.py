@@ -146,6 +146,38 @@ def describe_text(row: dict[str, Any]) -> str:
     return f"{kind} at token {difference['token']}"
 
 
+def batched(model: Any, tokenizer: Any, args: Any) -> dict[str, Any]:
+    """Seconds of plain `generate` and of the loop without drafts on a batch, even and padded."""
+    tokenizer.padding_side = "left"
+    messages = [message for _, message in benchmark_prompts.CHAT][: args.batch]
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
+        )
+        for message in messages
+    ]
+    padded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    shortest = int(padded["attention_mask"].sum(-1).min())
+    even = {name: tensor[:, -shortest:] for name, tensor in padded.items()}
+    runs = {"plain": model.generate, "no-drafts": selfspec.wrap(model, drafter="none").generate}
+    options = {"max_new_tokens": args.tokens, "do_sample": False}
+    found = {}
+    for kind, inputs in (("even rows", even), ("padded rows", padded)):
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for run in runs.values():
+            run(**inputs, max_new_tokens=8, do_sample=False)
+        for _ in range(args.rounds):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run(**inputs, **options)
+                seconds[name].append(time.perf_counter() - start)
+        ratios = [
+            ours / plain for ours, plain in zip(seconds["no-drafts"], seconds["plain"], strict=True)
+        ]
+        found[kind] = {"seconds": seconds, "ratio": median(ratios)}
+    return {"batch": args.batch, **found}
+
+
 def import_seconds(repeats: int = 7) -> float:
     """Median seconds that importing selfspec takes beyond torch and transformers."""
     code = (
@@ -205,9 +237,10 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
     if chat:
         summary["chat: median speedup over plain"] = median(r["speedup"]["selfspec"] for r in chat)
         summary["chat: least speedup over plain"] = min(r["speedup"]["selfspec"] for r in chat)
-    summary["time of the loop without drafts over plain"] = median(
-        1 / r["speedup"]["no-drafts"] for r in rows
-    )
+    if rows:
+        summary["time of the loop without drafts over plain"] = median(
+            1 / r["speedup"]["no-drafts"] for r in rows
+        )
     return summary
 
 
@@ -250,7 +283,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--chat-rounds", type=int, default=3, help="there are ten such prompts")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", choices=["copy", "chat"])
+    parser.add_argument("--batch", type=int, default=8, help="rows of the batch without drafts")
+    parser.add_argument("--only", choices=["copy", "chat", "batch"])
     parser.add_argument("--skip-identity", action="store_true", help="leave the float32 run out")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="only print the README's table of this JSON")
@@ -262,7 +296,7 @@ def main() -> None:
     model, tokenizer = demo_model.load(args.model, dtype=getattr(torch, args.dtype))
     no_end_of_sequence(model)
     prompts = [p for p in encode(tokenizer) if args.only in (None, p[0])]
-    rows = measure(model, prompts, args)
+    rows = measure(model, prompts, args) if prompts else []
     result: dict[str, Any] = {
         "machine": machine(),
         "dtype": args.dtype,
@@ -271,6 +305,11 @@ def main() -> None:
         "summary": summarize(rows),
         "prompts": rows,
     }
+    if args.only in (None, "batch"):
+        result["batch without drafts"] = batch = batched(model, tokenizer, args)
+        for kind in ("even rows", "padded rows"):
+            name = f"time of the loop without drafts over plain, batch {args.batch}, {kind}"
+            result["summary"][name] = batch[kind]["ratio"]
     del model
     if not args.skip_identity:
         result["identical in float32"] = identity(prompts, args)
