@@ -16,6 +16,8 @@ from selfspec_kernels.kv_commit import kv_commit
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
+_GRAIN = 256  # slots; shorter caches double, longer ones grow by no less
+
 
 class TreeLayer(CacheLayerMixin):
     """Keys and values of one layer, [B, K, capacity, D]; where they go is the cache's decision."""
@@ -29,6 +31,7 @@ class TreeLayer(CacheLayerMixin):
         # which it does by the number of objects, not by their size.
         self._cache = weakref.ref(cache)
         self.filled = 0  # slots used while prefilling
+        self._borrower: tuple[DynamicLayer, int] | None = None
 
     @property
     def cache(self) -> TreeCache:
@@ -64,7 +67,9 @@ class TreeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif self.keys.shape[2] < cache.capacity:
-            self.keys, self.values = (self._grow(t) for t in (self.keys, self.values))
+            self.keys = self._grow(self.keys)  # one at a time: the old ones go in between
+            self.values = self._grow(self.values)
+            self._renew_loan()
         if slots is None:
             self.keys[:, :, start:end] = key_states
             self.values[:, :, start:end] = value_states
@@ -78,6 +83,23 @@ class TreeLayer(CacheLayerMixin):
         new = self._allocate(old)
         new[:, :, : old.shape[2]] = old
         return new
+
+    def load(self, layer: DynamicLayer, lend: bool) -> None:
+        """Copy a user's layer, and perhaps let it be a view of the copy: one of them is enough."""
+        self.update(layer.keys, layer.values)
+        if lend:
+            self._borrower = layer, self.filled
+            self._renew_loan()
+
+    def _renew_loan(self) -> None:
+        if self._borrower is not None:
+            layer, length = self._borrower
+            layer.keys, layer.values = self.keys[:, :, :length], self.values[:, :, :length]
+
+    def release(self) -> None:
+        """Drop keys and values."""
+        del self.keys, self.values
+        self.is_initialized = False
 
     def get_seq_length(self) -> int:
         """Slots before the tokens of the current call."""
@@ -111,6 +133,8 @@ class TreeCache(Cache):
         extra: Slots a tree may need beyond those; growth is geometric up to `longest + extra`.
     """
 
+    keeps_slots = True  # a committed token stays where it is
+
     def __init__(
         self, num_layers: int, batch: int, *, reserve: int, longest: int, extra: int = 64
     ) -> None:
@@ -121,7 +145,7 @@ class TreeCache(Cache):
         self.lengths = [0] * batch
         self.pads = [0] * batch
         self.window: tuple[int, int, Tensor | None] | None = None
-        self.rows = torch.arange(batch)[:, None]
+        self.rows = torch.arange(batch, device="cpu")[:, None]
         super().__init__(layers=[TreeLayer(self) for _ in range(num_layers)])
 
     @property
@@ -144,8 +168,8 @@ class TreeCache(Cache):
             Two int32 [B] on `device`.
         """
         last = [self.longest - 1 - pad for pad in self.pads]
-        lengths = torch.tensor(self.lengths, dtype=torch.int32)
-        return lengths.to(device), torch.tensor(last, dtype=torch.int32).to(device)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cpu")
+        return lengths.to(device), torch.tensor(last, dtype=torch.int32, device="cpu").to(device)
 
     @property
     def filled_layers(self) -> list[TreeLayer]:
@@ -153,16 +177,30 @@ class TreeCache(Cache):
         return [layer for layer in self.layers if layer.is_initialized]
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` slots; layers follow at their next write."""
-        if slots > self.capacity:
-            self.capacity = max(slots, min(2 * self.capacity, self.limit))
+        """Make room for `slots` slots; layers follow one by one, at their next write.
 
-    def load(self, cache: Cache) -> None:
-        """Start from a user's cache of plain full-attention layers (copied, not shared)."""
+        A long cache grows by an eighth: what is never filled stays small beside what is, and a slot
+        is copied eight times or so in its life, where `DynamicCache` copies it at every token.
+        """
+        if slots > self.capacity:
+            more = max(min(self.capacity, _GRAIN), self.capacity // 8)
+            self.capacity = max(slots, min(self.capacity + more, self.limit))
+
+    def load(self, cache: Cache, pads: list[int]) -> None:
+        """Start from a user's cache of plain full-attention layers.
+
+        Where tokens keep their slots its layers become views of ours: they hold what they held, and
+        memory holds it once.
+
+        Args:
+            cache: The user's.
+            pads: Left padding of every row, in slots.
+        """
+        lend = self.keeps_slots and not any(pads)
         # A cache that has not been used may not have its layers yet.
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if theirs.is_initialized and theirs.get_seq_length():
-                mine.update(theirs.keys, theirs.values)
+                mine.load(theirs, lend)
 
     def settle(self, pads: list[int]) -> None:
         """End the prefill: shift every row left over its padding, so that slot == position.
@@ -188,7 +226,8 @@ class TreeCache(Cache):
         self.reserve(start + count)
         slots = None
         if not self.is_even:
-            slots = torch.tensor(self.lengths)[:, None] + offset + torch.arange(count)
+            first = torch.tensor(self.lengths, device="cpu")[:, None] + offset
+            slots = first + torch.arange(count, device="cpu")
         self.window = (start, start + count, slots)
 
     def commit(self, path: Tensor, counts: list[int], moved: bool) -> None:
@@ -201,8 +240,11 @@ class TreeCache(Cache):
             moved: False if every path is 0, 1, 2, ...: the nodes are where they belong already.
         """
         if moved:
-            prefix = torch.tensor(self.lengths, dtype=torch.int32)
-            num_accepted = torch.tensor([max(count - 1, 0) for count in counts], dtype=torch.int32)
+            kept = [max(count - 1, 0) for count in counts]
+            prefix, num_accepted = (
+                torch.tensor(numbers, dtype=torch.int32, device="cpu")
+                for numbers in (self.lengths, kept)
+            )
             self.move(path, num_accepted, prefix)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
@@ -221,28 +263,25 @@ class TreeCache(Cache):
         end = self.lengths[b]
         return layer.keys[b, :, :end], layer.values[b, :, :end]
 
-    def padded(self, length: int) -> list[tuple[Tensor, Tensor] | None]:
-        """Every layer's keys and values as transformers would hold them, [B, K, length, D].
+    def padded(self, layer: TreeLayer, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer as transformers would hold them, [B, K, length, D].
 
         Rows start after their left padding; what a finished row lacks at the end is zero.
         """
-        result: list[tuple[Tensor, Tensor] | None] = []
-        for layer in self.layers:
-            if not layer.is_initialized:
-                result.append(None)
-                continue
-            pair = tuple(
-                buffer.new_zeros(*buffer.shape[:2], length, buffer.shape[3])
-                for buffer in (layer.keys, layer.values)
-            )
-            for b, pad in enumerate(self.pads):
-                for out, kept in zip(pair, self.row(layer, b), strict=True):
-                    out[b, :, pad : pad + kept.shape[1]] = kept[:, : length - pad]
-            result.append(pair)
-        return result
+        keys, values = (
+            buffer.new_zeros(*buffer.shape[:2], length, buffer.shape[3])
+            for buffer in (layer.keys, layer.values)
+        )
+        for b, pad in enumerate(self.pads):
+            for out, kept in zip((keys, values), self.row(layer, b), strict=True):
+                out[b, :, pad : pad + kept.shape[1]] = kept[:, : length - pad]
+        return keys, values
 
     def export(self, length: int, config: Any, into: Cache | None = None) -> Cache:
         """A standard cache holding the first `length` slots of every sequence, padding included.
+
+        It is the end of this cache: layers are handed over one by one, so that memory holds all
+        of them once and one of them twice.
 
         Args:
             length: Slots, as transformers counts them: length of the sequences minus one.
@@ -250,17 +289,26 @@ class TreeCache(Cache):
             into: A user's cache to refill in place instead (plain full-attention layers).
         """
         result = DynamicCache(config=config) if into is None else into
-        for i, pair in enumerate(self.padded(length)):
-            if pair is None:
+        for i, mine in enumerate(self.layers):
+            if not mine.is_initialized:
                 continue
-            if into is not None and i < len(into.layers):
-                layer = into.layers[i]
+            pair = self.padded(mine, length)
+            self.release(mine)
+            if i < len(result.layers) and type(result.layers[i]) is DynamicLayer:
+                layer = result.layers[i]
                 if not layer.is_initialized:
                     layer.lazy_initialization(*pair)
                 layer.keys, layer.values = pair
-            else:
-                result.update(*pair, i)
+                continue
+            result.update(*pair, i)
+            layer = result.layers[i]
+            if layer.keys.shape[2] < length:  # a window, as yet a view of everything
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         return result
+
+    def release(self, layer: TreeLayer) -> None:
+        """Drop what a layer holds, once it has been handed over."""
+        layer.release()
 
 
 class AlignedCache(TreeCache):
@@ -270,6 +318,8 @@ class AlignedCache(TreeCache):
     2-D attention mask says where a row starts. After a step in which rows accepted different counts
     they are aligned anew; that copies no more than `DynamicCache` copies at every token.
     """
+
+    keeps_slots = False
 
     def settle(self, pads: list[int]) -> None:
         """End the prefill; left padding is already what this layout needs."""

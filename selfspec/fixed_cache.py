@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.cache import TreeCache
+from selfspec.cache import TreeCache, TreeLayer
 
 
 class FixedCache(TreeCache):
@@ -30,6 +30,7 @@ class FixedCache(TreeCache):
     """
 
     is_even = False  # the lengths may differ at the next replay
+    keeps_slots = False  # the next request will fill them
 
     def __init__(
         self, num_layers: int, batch: int, *, capacity: int, extra: int, device: torch.device
@@ -67,8 +68,11 @@ class FixedCache(TreeCache):
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots; what was captured before is void then."""
         if slots > self.capacity:
-            self.capacity = max(slots, 2 * self.capacity)
+            self.capacity = max(slots, min(2 * self.capacity, self.longest + self.extra))
             self.generation += 1
+
+    def release(self, layer: TreeLayer) -> None:
+        """Nothing: what was captured reads and writes these slots at every replay."""
 
     def make_room(self, nodes: int = 0) -> None:
         """Grow if the next tree, of the usual size or of `nodes`, would not fit; host work only."""
@@ -78,7 +82,7 @@ class FixedCache(TreeCache):
         """End the prefill; see `TreeCache.settle`."""
         super().settle(pads)
         last = [self.longest - 1 - pad for pad in pads]
-        self.last.copy_(torch.tensor(last, dtype=torch.int32))
+        self.last.copy_(torch.tensor(last, dtype=torch.int32, device="cpu"))
         self._tell()
 
     def placement(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -98,4 +102,5 @@ class FixedCache(TreeCache):
         self._tell()
 
     def _tell(self) -> None:
-        self.prefix_len.copy_(torch.tensor(self.lengths, dtype=torch.int32), non_blocking=True)
+        lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cpu")
+        self.prefix_len.copy_(lengths, non_blocking=True)
