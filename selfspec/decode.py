@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from selfspec.arena import Arena, graph_obstacle
@@ -17,6 +18,7 @@ from selfspec.sampling import Sampler
 from selfspec.state import DecodeState
 from selfspec.stopping import StopRules
 from selfspec.stream import ColumnStreamer
+from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from selfspec.state import TargetOutput
     from selfspec.step import Step
     from selfspec.target import Target
-    from selfspec.tree import TokenTree
 
 
 class Decoder:
@@ -99,6 +100,8 @@ class Decoder:
         stops = StopRules(request.criteria, batch)
         pad = options._pad_token_tensor
         columns = ColumnStreamer(streamer, batch, 0 if pad is None else int(pad))
+        if streamer is not None and stops.others:
+            stops.on_token = columns.put_token
         limit = stops.max_length or options.max_length
         longest = request.slots + max(limit - request.input_ids.shape[1], 0)
         taps = frozenset(drafter.hidden_taps)
@@ -107,7 +110,7 @@ class Decoder:
             cache, verify = self._place(steps, request, longest, taps, sampler)
             with clock("prefill"):
                 if request.user_cache is not None:
-                    cache.load(request.user_cache)
+                    cache.load(request.user_cache, request.pads)
                 arguments = {**request.model_kwargs, architecture.cache_argument: cache}
                 prompt = self.target.prefill(
                     lambda: self.target.model._prefill(request.input_ids, options, arguments),
@@ -118,22 +121,22 @@ class Decoder:
             state = DecodeState(
                 self.target, cache, request.input_ids, request.start, limit, sampler
             )
-            try:
-                for step in speculate(
-                    state, prompt, verify, drafter, controller, sampler, stops, clock
-                ):
-                    stats.count(step)
-                    record.add(step)
-                    ends = stops.last_length
-                    most_columns = None if ends is None else ends - state.prompt_length
+            run = speculate(state, prompt, verify, drafter, controller, sampler, stops, clock)
+            del prompt
+            for step in run:
+                stats.count(step)
+                record.add(step)
+                ends = stops.last_length
+                most_columns = None if ends is None else ends - state.prompt_length
+                if stops.on_token is None:
                     columns.put(step, state.frozen, most_columns)
-                    if on_step is not None:
-                        on_step(step)
-            finally:
-                columns.end()
+                if on_step is not None:
+                    on_step(step)
+            columns.end()
             length = stops.final_length(state)
             returned = None
             if options.return_dict_in_generate or request.user_cache is not None:
+                self._run_padding(state, length, columns.pad)
                 config = self.target.model.config.get_text_config(decoder=True)
                 slots = request.slots + length - state.prompt_length - 1
                 returned = cache.export(slots, config, request.user_cache)
@@ -148,6 +151,22 @@ class Decoder:
             logits=record.columns(record.logits, new, columns.pad) if sampler.keep_logits else None,
             **{architecture.cache_argument: returned},
         )
+
+    def _run_padding(self, state: DecodeState, length: int, pad: int) -> None:
+        """Cache what transformers caches of rows that have ended: padding up to the last token.
+
+        Whoever continues the returned cache sees it, unless a mask hides it.
+        """
+        root, most = state.root, self.options.max_draft_tokens + 1
+        missing = [max(length - end, 0) for end in state.length]
+        while any(missing):
+            count = min(max(missing), most)
+            tree = TokenTree.chain(root, root.new_full((state.batch, count - 1), pad))
+            self.target.verify(tree, state.cache)
+            path = torch.arange(count, dtype=torch.int32).expand(state.batch, -1)
+            state.cache.commit(path, [min(left, count) for left in missing], moved=False)
+            missing = [max(left - count, 0) for left in missing]
+            root = torch.full_like(root, pad)
 
     def _lend_steps(
         self, request: Request, longest: int

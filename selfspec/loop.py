@@ -52,6 +52,7 @@ def speculate(
         One `Step` per target forward, the prefill first.
     """
     tree, output, is_prefill = TokenTree.root_only(state.root), prompt, True
+    del prompt  # its hidden states may be large
     while True:
         with clock("accept"):
             acceptance = output.acceptance or accept(tree, output.logits, sampler, state)

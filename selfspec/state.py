@@ -110,6 +110,11 @@ class DecodeState:
         ids = np.concatenate([self._ids[b, : self.length[b]], np.array(new or [], np.int64)])
         return torch.from_numpy(ids).to(self.device)
 
+    def ending(self, b: int, count: int) -> list[int]:
+        """The last `count` tokens of row b, or all there are, padding included."""
+        ids: list[int] = self._ids[b, max(self.length[b] - count, 0) : self.length[b]].tolist()
+        return ids
+
     def generated(self, b: int) -> int:
         """Tokens that row b has gained since the prompt."""
         return self.length[b] - self.prompt_length

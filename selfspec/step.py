@@ -60,11 +60,14 @@ def emit(
     tokens, drafted, accepted, depths, moved = [], [], [], [], False
     scores: list[list[Tensor]] | None = [] if sampler.keep_scores else None
     logits: list[list[Tensor]] | None = [] if sampler.keep_logits else None
-    for b, (count, next_token, num_nodes, depth, *rest) in enumerate(_rows(tree, acceptance)):
-        walked, walked_tokens = rest[:width], rest[width:]
-        new: list[int] = []
-        if not state.frozen[b]:
-            new = stops.cut(state, b, [*walked_tokens[1 : count + 1], next_token])
+    rows = _rows(tree, acceptance)
+    proposed = [
+        [] if frozen else [*rest[width + 1 : width + 1 + count], next_token]
+        for (count, next_token, _, _, *rest), frozen in zip(rows, state.frozen, strict=True)
+    ]
+    kept_tokens = stops.cut(state, proposed)
+    for b, (count, _, num_nodes, depth, *rest) in enumerate(rows):
+        walked, new = rest[:width], kept_tokens[b]
         kept = min(count, max(len(new) - 1, 0)) if not is_prefill else 0
         if not acceptance.in_place:
             moved = moved or walked[1 : kept + 1] != list(range(1, kept + 1))

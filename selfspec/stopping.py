@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+from transformers.generation import utils as hf_utils
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -15,31 +18,49 @@ from transformers.generation.stopping_criteria import (
 if TYPE_CHECKING:
     from selfspec.state import DecodeState
 
+# Whether transformers asks its criteria about a token before it streams it, or after.
+_ASKED_FIRST = hasattr(hf_utils, "StopCheck")
+
 
 class StopRules:
     """Stopping criteria applied to blocks of tokens.
 
-    End-of-sequence ids and the maximum length are looked up; other criteria are called once per
-    token, with the row cut at that token. A row that was asked to stop takes padding from then on
-    if there is an end-of-sequence rule; without one, transformers lets it continue until all rows
-    have been asked to stop, and so do we.
+    End-of-sequence ids and the maximum length are looked up, stop strings are searched for in all
+    rows and prefixes of a step at once, and the time is looked at once a step. Any other criterion
+    is called once per token, with the row cut at that token. A row that was asked to stop takes
+    padding from then on if there is an end-of-sequence rule; without one, transformers lets it
+    continue until all rows have been asked to stop, and so do we.
 
     Args:
         criteria: As transformers prepared them.
         batch: B.
+
+    Attributes:
+        others: The criteria that transformers did not make; they need a batch of one row.
+        on_token: Called with every token that they are asked about, when `generate` would stream
+            it: a streamer and a criterion may be in league.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, batch: int) -> None:
         self.eos: set[int] = set()
-        self.others = []
+        self.others = StoppingCriteriaList()
+        self.on_token: Callable[[int], None] | None = None
         self.pads_finished_rows = any(hasattr(c, "eos_token_id") for c in criteria)
         self.max_length: int | None = None
+        self._lengths: list[MaxLengthCriteria] = []
+        self._times: list[MaxTimeCriteria] = []
+        self._strings: list[StopStringCriteria] = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos |= set(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is MaxLengthCriteria:
                 lengths = (criterion.max_length, self.max_length)
                 self.max_length = min(x for x in lengths if x is not None)
+                self._lengths.append(criterion)
+            elif type(criterion) is MaxTimeCriteria:
+                self._times.append(criterion)
+            elif type(criterion) is StopStringCriteria:
+                self._strings.append(criterion)
             else:
                 self.others.append(criterion)
         self.batch = batch
@@ -49,33 +70,78 @@ class StopRules:
     @property
     def may_look_across_rows(self) -> str | None:
         """Name of the first criterion that may keep a state or compare rows, or None."""
-        known = (MaxTimeCriteria, StopStringCriteria)
-        return next((type(c).__name__ for c in self.others if type(c) not in known), None)
+        return next((type(c).__name__ for c in self.others), None)
 
-    def cut(self, state: DecodeState, b: int, tokens: list[int]) -> list[int]:
-        """Cut new tokens of row b at the first one that ends it."""
+    def cut(self, state: DecodeState, proposed: list[list[int]]) -> list[list[int]]:
+        """Cut every row's new tokens at the first one that ends it.
+
+        Args:
+            state: The rows before them.
+            proposed: New tokens of every row; none for a frozen row.
+        """
+        late = any(bool(c(torch.empty(1, 0), None).all()) for c in self._times)
+        rows = [
+            tokens[: state.limit - length]
+            for tokens, length in zip(proposed, state.length, strict=True)
+        ]
+        hits = self._string_ends(state, rows) if self._strings else set()
+        return [self._cut_row(state, b, tokens, late, hits) for b, tokens in enumerate(rows)]
+
+    def _cut_row(
+        self, state: DecodeState, b: int, tokens: list[int], late: bool, hits: set[tuple[int, int]]
+    ) -> list[int]:
         if self.stopped_at[b] is not None and not self.pads_finished_rows:
-            return tokens[: state.limit - state.length[b]]
-        tokens = tokens[: state.limit - state.length[b]]
+            return tokens
         for i, token in enumerate(tokens):
             length = state.length[b] + i + 1
-            asked = self.others and self._asked(state, b, tokens[: i + 1])
+            asked = bool(self.others) and self._ask_others(state, b, tokens[: i + 1])
             at_end = self.max_length is not None and length >= self.max_length
-            if asked or at_end or token in self.eos:
+            if asked or at_end or late or (b, i) in hits or token in self.eos:
                 self.stopped_at[b] = length
                 if self.pads_finished_rows or self.batch == 1:
                     return tokens[: i + 1]
                 break
         return tokens
 
-    def _asked(self, state: DecodeState, b: int, new: list[int]) -> bool:
+    def _ask_others(self, state: DecodeState, b: int, new: list[int]) -> bool:
+        if self.on_token is not None and not _ASKED_FIRST:
+            self.on_token(new[-1])
         # All of them, whatever the first one says: one may count its calls.
-        row = state.prefix(b, new)[None]
-        answers = [bool(c(row, None).all()) for c in self.others]
-        return any(answers)
+        answer = bool(self.others(state.prefix(b, new)[None], None).all())
+        if self.on_token is not None and _ASKED_FIRST:
+            self.on_token(new[-1])
+        return answer
+
+    def _string_ends(self, state: DecodeState, rows: list[list[int]]) -> set[tuple[int, int]]:
+        """(row, token) wherever a stop string ends in that new token.
+
+        On the CPU: it is a search in tables, a long row of tiny operations for a few prefixes.
+        """
+        reach = max(c.maximum_token_len for c in self._strings)  # all that a criterion looks at
+        windows: dict[int, list[tuple[int, int]]] = {}
+        ends: list[list[int]] = []
+        for b, tokens in enumerate(rows):
+            ends.append([*state.ending(b, reach), *tokens])
+            for i in range(len(tokens)):
+                width = min(len(ends[b]) - len(tokens) + i + 1, reach)
+                windows.setdefault(width, []).append((b, i))
+        found: set[tuple[int, int]] = set()
+        for width, places in windows.items():
+            ids = [
+                ends[b][len(ends[b]) - len(rows[b]) + i + 1 - width :][:width] for b, i in places
+            ]
+            for criterion in self._strings:
+                answers = criterion(torch.tensor(ids, device="cpu"), None).tolist()
+                found.update(place for place, answer in zip(places, answers, strict=True) if answer)
+        return found
 
     def freeze(self, state: DecodeState) -> None:
         """Mark the rows that need no more tokens."""
+        longest = max(state.length)
+        for criterion in self._lengths:  # warns of texts that outgrow the model
+            limit = criterion.max_position_embeddings
+            if limit is not None and longest > limit:
+                criterion(torch.empty(1, limit + 1, device="meta"), None)
         ends = [end for end in self.stopped_at if end is not None]
         if self.pads_finished_rows:
             state.frozen = [end is not None for end in self.stopped_at]

@@ -5,15 +5,46 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
-
     from selfspec.step import Step
+
+
+class EndingStreamer(BaseStreamer):
+    """Ends a user's streamer also where decoding raises: whoever reads it must not wait for ever.
+
+    Args:
+        streamer: The user's. It has been given the prompt already.
+
+    Use as a context around decoding, and in the streamer's place.
+    """
+
+    def __init__(self, streamer: BaseStreamer) -> None:
+        self.streamer = streamer
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        """Pass tokens on."""
+        self.streamer.put(value)
+
+    def end(self) -> None:
+        """Pass the end on."""
+        self.ended = True
+        self.streamer.end()
+
+    def __enter__(self) -> EndingStreamer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *args: Any) -> None:
+        if kind is not None and not self.ended:
+            with suppress(Exception):  # what went wrong first is what the caller should see
+                self.end()
 
 
 class ColumnStreamer:
@@ -44,12 +75,17 @@ class ColumnStreamer:
         ready = min(moving) if moving else max(map(len, self.rows))
         self._send(ready if most is None else min(ready, most))
 
+    def put_token(self, token: int) -> None:
+        """Hand out a token of the only row, within a step."""
+        self.rows[0].append(token)
+        self._send(len(self.rows[0]))
+
     def _send(self, until: int) -> None:
         assert self.streamer is not None
         for t in range(self.sent, until):
             column = [row[t] if t < len(row) else self.pad for row in self.rows]
             self.sent = t + 1
-            self.streamer.put(torch.tensor(column))
+            self.streamer.put(torch.tensor(column, device="cpu"))
 
     def end(self) -> None:
         """Tell the streamer that there is no more."""

@@ -1,4 +1,4 @@
-"""Streamers and `stream`: every token once, none that the answer lacks."""
+"""`stream`: every token once, none that the answer lacks."""
 
 from __future__ import annotations
 
@@ -9,33 +9,8 @@ import pytest
 
 import selfspec
 from tests.families import tiny
-from tests.generate.common import NEW, Columns, snapshot
+from tests.generate.common import NEW, snapshot
 from tests.oracle import OracleDrafter
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_streamer_gets_what_plain_would_give_it(model: Any, batch: int) -> None:
-    prompt = tiny.prompts(batch)
-    plain, ours = Columns(), Columns()
-    answers = model.generate(**prompt, max_new_tokens=NEW, eos_token_id=7, streamer=plain)
-    spec = selfspec.wrap(model, drafter=OracleDrafter(answers, 6, wrong_at=(0, 2)))
-    spec.generate(**prompt, max_new_tokens=NEW, eos_token_id=7, streamer=ours)
-    assert ours.columns == plain.columns
-    assert ours.ends == 1
-
-
-def test_after_an_exception_in_a_streamer_all_is_as_before(model: Any) -> None:
-    prompt = tiny.prompts(1)
-    answers = model.generate(**prompt, max_new_tokens=NEW)
-    spec = selfspec.wrap(model, drafter=OracleDrafter(answers, 6))
-    before = snapshot(model)
-    broken = Columns(fail_at=9)
-    with pytest.raises(RuntimeError, match="the streamer fails"):
-        spec.generate(**prompt, max_new_tokens=NEW, streamer=broken)
-    assert broken.ends == 1  # a consumer in another thread must not wait for ever
-    assert snapshot(model) == before
-    assert model.generate(**prompt, max_new_tokens=NEW).tolist() == answers.tolist()
-    assert spec.generate(**prompt, max_new_tokens=NEW).tolist() == answers.tolist()
 
 
 def test_stream_yields_steps(model: Any) -> None:
