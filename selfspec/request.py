@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from selfspec.cache import continuable
+from selfspec.generation_options import unknown_option
 from selfspec.sampling import stateful_processor
 from selfspec.stopping import StopRules
 
@@ -81,6 +82,8 @@ class Request:
     def obstacle(self, architecture: Architecture, training: bool) -> str | None:
         """Why this request must go to transformers' own loop, or None. Also settles `pads`."""
         config = self.generation_config
+        if architecture.support == "none":  # only a model that has changed can come to this
+            return architecture.reason
         if training:
             return "the model is in training mode"
         if self.synced_gpus:
@@ -89,29 +92,39 @@ class Request:
             return "the prompt is empty"
         if not self.model_kwargs.get("use_cache", True):
             return "use_cache is False"
+        if config.is_assistant:
+            return "is_assistant is on"
+        unknown = unknown_option(config)
+        if unknown is not None:
+            return f"{unknown} is set, which this version of selfspec does not know"
         for name in ("output_attentions", "output_hidden_states"):
             if config.return_dict_in_generate and getattr(config, name):
                 return f"{name} is on"
         extra = sorted(
-            k for k, v in self.model_kwargs.items() if v is not None and k not in _KNOWN_ARGUMENTS
+            k
+            for k, v in self.model_kwargs.items()
+            # An empty dict is what models for images, too, are given with a text alone.
+            if v is not None and not (isinstance(v, dict) and not v)
+            if k not in _KNOWN_ARGUMENTS
         )
         if extra:
             return f"the model is given {', '.join(extra)}"
+        if config.cache_implementation not in (None, "dynamic"):
+            return f"cache_implementation is {config.cache_implementation!r}"
         if self.cache is not None and not _is_default(self.cache, self.user_cache is not None):
             return f"a {type(self.cache).__name__} cannot be continued with trees"
         stateful = stateful_processor(self.processors)
         if stateful is not None and self.batch > 1:
             return f"{stateful} may keep a state, and rows of a batch advance unevenly"
-        if (
-            config.return_dict_in_generate
-            and config.output_scores
-            and StopRules(self.criteria, self.batch).others
-        ):
-            return "a stopping criterion may look at the scores"
-        unknown = StopRules(self.criteria, self.batch).may_look_across_rows
-        if unknown is not None and self.batch > 1:
-            return f"{unknown} may look across the rows, which advance unevenly in a batch"
-        return self._padding_obstacle() or self._rope_obstacle(architecture)
+        criterion = StopRules(self.criteria, self.batch).may_look_across_rows
+        if criterion is not None and config.return_dict_in_generate and config.output_scores:
+            return f"{criterion} (stopping_criteria) may look at the scores"
+        if criterion is not None and self.batch > 1:
+            return (
+                f"{criterion} (stopping_criteria) may look across the rows, which advance unevenly "
+                "in a batch"
+            )
+        return self._padding_obstacle(architecture) or self._rope_obstacle(architecture)
 
     def _rope_obstacle(self, architecture: Architecture) -> str | None:
         limit, end = architecture.rope_limit, self.criteria.max_length or 0
@@ -122,7 +135,7 @@ class Request:
             return f"rotary frequencies change at position {limit}"
         return None
 
-    def _padding_obstacle(self) -> str | None:
+    def _padding_obstacle(self, architecture: Architecture) -> str | None:
         mask = self.model_kwargs.get("attention_mask")
         if mask is not None:
             if mask.ndim != 2:
@@ -141,10 +154,12 @@ class Request:
         positions = self.model_kwargs.get("position_ids")
         if positions is not None:
             expected = [self.slots - pad - 1 for pad in self.pads]
-            last = positions[:, -1].expand(self.batch).tolist()
-            if positions.ndim != 2 or last != expected:
+            # Models for images have several axes of positions; along a text they are all the same.
+            axes = positions[None] if positions.ndim == 2 else positions
+            last = axes[..., -1].expand(*axes.shape[:-2], self.batch)
+            if axes.ndim != 3 or any(axis != expected for axis in last.tolist()):
                 return "position_ids are not the usual ones"
-        return None
+        return (architecture.padding_fault or None) if any(self.pads) else None
 
 
 def _is_default(cache: Any, from_user: bool) -> bool:

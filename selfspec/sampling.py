@@ -77,9 +77,28 @@ _FILTERS = {
 }
 
 
+# Options that make the processors which are not.
+_OPTION_OF = {
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+}
+
+
 def stateful_processor(processors: hf.LogitsProcessorList) -> str | None:
-    """Name of the first processor that may remember earlier calls, or None."""
-    return next((type(p).__name__ for p in processors if type(p) not in _STATELESS), None)
+    """The first processor that may remember earlier calls, by option and class, or None.
+
+    A user's own counts as one unless it, or the `prefix_allowed_tokens_fn`, has an attribute
+    `stateless` that is True: a promise that its result for a row depends on the ids and scores of
+    that row alone, whatever rows it is called with.
+    """
+    for processor in processors:
+        function = getattr(processor, "_prefix_allowed_tokens_fn", processor)
+        if type(processor) in _STATELESS or getattr(function, "stateless", False) is True:
+            continue
+        name = type(processor).__name__
+        return f"{name} ({_OPTION_OF.get(name, 'logits_processor')})"
+    return None
 
 
 class Sampler:
@@ -156,8 +175,8 @@ class Sampler:
             stand_in = prefixes[rows[0]]
             ids = torch.stack([p[:length] if len(p) >= length else stand_in for p in prefixes])
             processed = self.processors(ids, logits.clone())
-            if result is None:  # in the processors' dtype, which need not be float32
-                result = logits.to(processed.dtype, copy=True)
+            if result is None:  # in the processors' dtype and width, which they may change
+                result = processed.new_zeros(processed.shape)
             result[rows] = processed[rows]
         assert result is not None
         return result
@@ -180,11 +199,30 @@ class Sampler:
             self._noise = Noise(self._source, batch, vocab, scores)
         noise = self._noise
         probabilities = scores.softmax(-1)
-        if probabilities.is_cpu and not bool(probabilities.sum(-1).isfinite().all()):
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         blocks = torch.stack([noise.at(t) for t in span])
         rows = torch.arange(batch, device=scores.device)[:, None]
         return argmax(probabilities / blocks[position - span.start, rows])
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether `seeds` has been asked for."""
+        return self._seeds is not None
+
+    def check(self, scores: Tensor, path: Tensor) -> None:
+        """Raise as plain `generate` does on a CPU if it cannot draw where a path goes.
+
+        Off the path scores may be anything: plain `generate` never sees them.
+
+        Args:
+            scores: [B, N, V] processed scores.
+            path: [B, P] nodes that something was drawn after; negative ones stand for the root.
+        """
+        # Subclasses (fake tensors, for one) have no values to read.
+        if not (self.do_sample and scores.is_cpu and type(scores) is Tensor):
+            return
+        visited = scores[torch.arange(len(path))[:, None], path.clamp(min=0).long()]
+        if not bool(visited.logsumexp(-1).isfinite().all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
 
     def seeds(self, batch: int) -> Tensor:
         """int64 [B], the random keys of a request's rows, on the CPU; drawn when first asked for.

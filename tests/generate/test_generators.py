@@ -50,6 +50,27 @@ def test_a_row_with_its_own_generator_gets_the_text_it_gets_alone(model: Any) ->
         assert torch.equal(together[b, -NEW:], alone[0, -NEW:])
 
 
+@pytest.mark.parametrize("rule", ["traversal", "multiround"])
+def test_so_does_a_row_whose_drafts_are_drawn(model: Any, rule: str) -> None:
+    """Also for its last token, where a row alone has no room to draft and one beside others has."""
+    prompt = tiny.prompts(3)
+    drafter = selfspec.EarlyExitDrafter(3, 3, 0.0, do_sample=True)
+    spec = selfspec.wrap(model, drafter, acceptance=rule)
+    settings = {**SETTINGS, "temperature": 2.0, "top_k": 0}
+    differ = 0
+    for seed in range(3):
+        together = spec.generate(
+            **prompt, **settings, generator=[seeded(9 * seed + b) for b in range(3)]
+        )
+        for b in range(3):
+            kept = prompt["attention_mask"][b].bool()
+            ids = prompt["input_ids"][b, kept][None]
+            alone = spec.generate(ids, **settings, generator=[seeded(9 * seed + b)])
+            differ += not torch.equal(together[b, -NEW:], alone[0, -NEW:])
+    assert spec.stats.accepted > 0
+    assert differ == 0
+
+
 def test_streams_and_greedy_requests_take_one(model: Any) -> None:
     prompt = tiny.prompts(1)
     spec = selfspec.wrap(model)
@@ -67,7 +88,9 @@ def test_refusals(model: Any) -> None:
     with pytest.raises(TypeError, match=r"generator=3 must be a torch\.Generator or a list"):
         spec.generate(**prompt, **SETTINGS, generator=3)
     with pytest.raises(ValueError, match="generator has 3 generators, one a sequence would be 2"):
-        spec.generate(**prompt, **SETTINGS, generator=[seeded(0)] * 3)
+        spec.generate(**prompt, **SETTINGS, generator=[seeded(b) for b in range(3)])
+    with pytest.raises(ValueError, match="every sequence of a list needs a generator of its own"):
+        spec.generate(**prompt, **SETTINGS, generator=[seeded(0)] * 2)
     with pytest.raises(ValueError, match=r"generator: transformers' own loop takes none: use_cac"):
         spec.generate(**prompt, **SETTINGS, use_cache=False, generator=seeded(0))
     with pytest.raises(ValueError, match="generator: only greedy and sampled decoding"):
