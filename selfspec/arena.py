@@ -29,6 +29,8 @@ def graph_obstacle(architecture: Architecture, model: nn.Module) -> str | None:
     """Why the steps of a model cannot have fixed shapes, or None."""
     if architecture.support != "tree":
         return "it verifies chains only"
+    if any(p.is_meta for p in model.parameters()):
+        return "its weights are offloaded"
     if len({p.device for p in model.parameters()}) > 1:
         return "it is spread over several devices"
     return None

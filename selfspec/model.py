@@ -6,19 +6,24 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from transformers.generation import GenerationMixin
+from torch import Tensor
 
 from selfspec.config import SpecConfig
 from selfspec.controller import Controller, FixedBudget, OffSwitch, StepCosts
 from selfspec.decode import Decoder
+from selfspec.detours import option_of_call
+from selfspec.double import Call, adapter_obstacle, check_model, doubled
 from selfspec.drafters import CombinedDrafter, Drafter
 from selfspec.drafters.named import label, resolve
+from selfspec.generation_options import other_loop
 from selfspec.metrics import SpecStats
 from selfspec.noise import Generators, Source, check_generator
+from selfspec.patch import compiled_parts
 from selfspec.propose import check_taps
 from selfspec.request import Request
 from selfspec.step import Step
@@ -36,6 +41,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("selfspec")
 
+_BUSY: set[int] = set()  # ids of the drafters that requests are using
+_LOCK = threading.Lock()
+
 
 def wrap(
     model: PreTrainedModel,
@@ -45,7 +53,8 @@ def wrap(
     """Give `model` a `generate` that speculates. The model itself is not changed.
 
     Args:
-        model: A transformers decoder.
+        model: A transformers decoder, as it is, with adapters of PEFT, or compiled (requests then
+            run the code that was compiled, uncompiled).
         drafter: "auto" (n-gram drafts with the off switch), "ngram", "layer-skip", "early-exit",
             "none", a drafter, or a list of drafters whose drafts are merged.
         **config: See `SpecConfig`.
@@ -77,6 +86,10 @@ class SpeculativeModel:
         options: The `SpecConfig`.
     """
 
+    def __new__(cls, model: PreTrainedModel, *args: Any, **kwargs: Any) -> SpeculativeModel:
+        """Of a subclass called like the model's class: pipelines go by that name."""
+        return object.__new__(_named(type(model).__name__) if cls is SpeculativeModel else cls)
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -85,12 +98,8 @@ class SpeculativeModel:
     ) -> None:
         if isinstance(model, SpeculativeModel):
             raise TypeError("model is wrapped already; pass wrapper.model to wrap it anew.")
-        if not isinstance(model, nn.Module) or not isinstance(model, GenerationMixin):
-            raise TypeError(
-                f"model is a {type(model).__name__}; wrap takes a transformers model with "
-                "`generate`, such as AutoModelForCausalLM gives."
-            )
         self.model: Any = model
+        self._decoder_model: Any = check_model(model)
         self.options = options
         self.enabled = True
         self.stats = SpecStats()
@@ -98,48 +107,30 @@ class SpeculativeModel:
         self._drafter, switch = resolve(drafter)
         self._off_switch = switch if options.off_switch is None else options.off_switch
         self._costs = StepCosts()
-        self._drafter_lock = threading.Lock()
         self._warned: set[str] = set()
         self._call: threading.local = threading.local()  # what `generate` does not pass on
         self._look()
-        self._shadow = self._make_shadow()
+        found = self._target.architecture
+        if found.support == "none":
+            raise ValueError(
+                f"{type(self._decoder_model).__name__} cannot be wrapped: {found.reason}. Use "
+                "model.generate as it is."
+            )
         logger.info("%s", self)
+        if compiled_parts(model):
+            name = type(self._decoder_model).__name__
+            logger.warning("selfspec: %s is compiled; requests run it uncompiled.", name)
 
     def _look(self) -> None:
         """Find out what the model can do, and fit drafter and decoder to it."""
-        self._target = Target(self.model, self.options.deterministic)
+        self._target = Target(self._decoder_model, self.options.deterministic)
         architecture = self._target.architecture
-        name = type(self.model).__name__
         if architecture.support == "none":
-            raise ValueError(
-                f"{name} cannot be wrapped: {architecture.reason}. Use model.generate as it is."
-            )
-        drafters = (
-            self._drafter.drafters
-            if isinstance(self._drafter, CombinedDrafter)
-            else [self._drafter]
-        )
-        for drafter in drafters:
+            return
+        for drafter in self._parts():
             if hasattr(drafter, "bind"):
                 drafter.bind(architecture)
         self._decoder = Decoder(self._target, self.options)
-
-    def _make_shadow(self) -> Any:
-        """An object that *is* the model (one `__dict__`) but decodes with our loop.
-
-        `generate` looks `_sample` up on the type, so that a subclass is enough, and everything that
-        `generate` prepares (processors, criteria, streamers, padding, pipelines) reaches it. Beams
-        and other modes never get here.
-        """
-        spec = self
-        base = type(self.model)
-
-        def _sample(shadow: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-            return spec._decode(base, shadow, input_ids, **kwargs)
-
-        shadow: Any = object.__new__(type(base.__name__, (base,), {"_sample": _sample}))
-        shadow.__dict__ = self.model.__dict__
-        return shadow
 
     # ------------------------------------------------------------------ what users call
 
@@ -162,14 +153,31 @@ class SpeculativeModel:
                 to transformers' own loop, which takes none.
         """
         check_generator(generator)
+        outer = self._call.__dict__.get("seen")  # of a request that this one is inside of
         self._call.generator = generator
+        self._call.seen = False
         try:
-            result = self._shadow.generate(*args, **kwargs)
+            call = Call(self._decoder_model, self._decode, self._leave)
+            with doubled(self.model, call) as double:
+                result = double.generate(*args, **kwargs)
         finally:
             unused = self._call.__dict__.pop("generator", None)
+            seen = self._call.__dict__.pop("seen", False)
+            if outer is not None:
+                self._call.seen = outer
         if unused is not None:  # beams and the like never reach our loop
             raise ValueError("generator: only greedy and sampled decoding takes one.")
+        if not seen:
+            self._leave(other_loop(option_of_call(self.model, kwargs)))
         return result
+
+    def _leave(self, reason: str) -> None:
+        """Count a request that is left to transformers' own loop; say why, once a reason."""
+        self._call.seen = True
+        if self.enabled and reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("selfspec: left to transformers' own loop: %s.", reason)
+        self.stats.add(SpecStats(fallbacks=1))
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Step]:
         """Generate step by step.
@@ -221,9 +229,22 @@ class SpeculativeModel:
 
     # What transformers' pipelines want of a model besides `generate`.
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self.model(*args, **kwargs)
+
     def can_generate(self) -> bool:
         """True."""
         return True
+
+    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
+        # Pipelines of older transformers settle their options by it.
+        return self._decoder_model._prepare_generation_config(*args, **kwargs)
+
+    @property
+    def hf_device_map(self) -> Any:
+        """The model's, if it is spread over devices; else there is no such attribute."""
+        return self.model.hf_device_map
 
     @property
     def input_modalities(self) -> Any:
@@ -246,8 +267,9 @@ class SpeculativeModel:
 
     def __repr__(self) -> str:
         architecture = self._target.architecture
-        kind = {"tree": "token trees", "chain": "chains only"}[architecture.support]
-        why = f" ({architecture.reason})" if architecture.support == "chain" else ""
+        kinds = {"tree": "token trees", "chain": "chains only", "none": "nothing"}
+        kind = kinds[architecture.support]
+        why = f" ({architecture.reason})" if architecture.support != "tree" else ""
         drafter = label(self._drafter_argument, self._drafter)
         lossy = " · LOSSY when sampling" if self.options.acceptance == "lossy-typical" else ""
         switch = "off switch on" if self._off_switch else "off switch off"
@@ -270,7 +292,7 @@ class SpeculativeModel:
     def _decode(
         self,
         base: type,
-        shadow: Any,
+        double: Any,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -287,27 +309,25 @@ class SpeculativeModel:
             synced_gpus,
             model_kwargs,
         )
+        self._call.seen = True
         if not self._target.is_current:
             self._look()
             logger.info("the model has changed since it was wrapped: %s", self)
         on_step = self._call.__dict__.pop("on_step", None)
         generator = self._call.__dict__.pop("generator", None)
-        obstacle = (
-            request.obstacle(self._target.architecture, self.model.training)
-            if self.enabled
-            else "it is switched off"
-        )
+        obstacle: str | None = "it is switched off"
+        if self.enabled:
+            obstacle = adapter_obstacle(self.model, self._decoder_model) or request.obstacle(
+                self._target.architecture, self._target.is_training
+            )
         if obstacle is not None:
             if on_step is not None:
                 raise ValueError(f"stream: this request cannot be decoded in steps: {obstacle}.")
             if generator is not None:
                 raise ValueError(f"generator: transformers' own loop takes none: {obstacle}.")
-            if self.enabled and obstacle not in self._warned:
-                self._warned.add(obstacle)
-                logger.warning("selfspec: left to transformers' own loop: %s.", obstacle)
-            self.stats.add(SpecStats(fallbacks=1))
+            self._leave(obstacle)
             return base._sample(  # type: ignore[attr-defined]
-                shadow,
+                double,
                 input_ids,
                 logits_processor=logits_processor,
                 stopping_criteria=stopping_criteria,
@@ -316,18 +336,21 @@ class SpeculativeModel:
                 streamer=streamer,
                 **model_kwargs,
             )
-        drafter, release = self._borrow_drafter()
         stats = SpecStats(requests=1)
         try:
-            check_taps(drafter, self._target.architecture.num_layers)
-            drafter.reset()
-            controller = self._controller(request)
-            source = Source(generator)
-            return self._decoder.decode(
-                request, drafter, controller, source, streamer, stats, on_step
-            )
+            with self._borrowed_drafter() as drafter:
+                check_taps(drafter, self._target.architecture.num_layers)
+                drafter.reset()
+                return self._decoder.decode(
+                    request,
+                    drafter,
+                    self._controller(request),
+                    Source(generator),
+                    streamer,
+                    stats,
+                    on_step,
+                )
         finally:
-            release()
             self.stats.add(stats)
 
     def _controller(self, request: Request) -> Controller:
@@ -338,11 +361,30 @@ class SpeculativeModel:
             return OffSwitch(self._costs, most)
         return FixedBudget(most)
 
-    def _borrow_drafter(self) -> tuple[Drafter, Callable[[], None]]:
-        """The drafter, or a copy of it while another call has it."""
-        if self._drafter_lock.acquire(blocking=False):
-            return self._drafter, self._drafter_lock.release
-        return copy.copy(self._drafter), lambda: None
+    @contextmanager
+    def _borrowed_drafter(self) -> Iterator[Drafter]:
+        """The drafter, or a copy of it while another call (of any wrapper) has it."""
+        parts = {id(self._drafter), *(id(part) for part in self._parts())}
+        with _LOCK:
+            is_free = parts.isdisjoint(_BUSY)
+            if is_free:
+                _BUSY.update(parts)
+        try:
+            yield self._drafter if is_free else copy.copy(self._drafter)
+        finally:
+            if is_free:
+                with _LOCK:
+                    _BUSY.difference_update(parts)
+
+    def _parts(self) -> Sequence[Drafter]:
+        drafter = self._drafter
+        return drafter.drafters if isinstance(drafter, CombinedDrafter) else [drafter]
+
+
+@cache
+def _named(name: str) -> type[SpeculativeModel]:
+    names = {"__module__": __name__, "__qualname__": f"SpeculativeModel[{name}]"}
+    return type(name, (SpeculativeModel,), names)
 
 
 def _restore(model: Any, drafter: Any, options: SpecConfig, enabled: bool) -> SpeculativeModel:

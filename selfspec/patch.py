@@ -1,9 +1,11 @@
 """What is put on a model for the duration of a generate, and taken off again.
 
-Two things: the config names our attention implementation, and, once a drafter wants to run some of
+Three things. The config names our attention implementation. What `torch.compile` left on modules
+is passed by: compiled code would be compiled anew for every width of tree and state of the cache,
+until torch gives up on it, for the user's own calls, too. And, once a drafter wants to run some of
 the layers or to see their states, every decoder layer (with its attention and MLP) gets a
-dispatcher as instance `forward`. A dispatcher does nothing unless the calling context carries a
-`LayerPlan`, so that other threads see an ordinary model. Patches are counted per model: two
+dispatcher as instance `forward`. All of it does nothing unless the calling context is that of a
+request of ours, so that other threads see an ordinary model. Patches are counted per model: two
 wrappers, or two threads of one, share them, and the last one out restores whatever `forward` an
 object had before (accelerate puts hooks there).
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -83,18 +85,38 @@ def layer_plan(plan: LayerPlan | None) -> Iterator[None]:
 _RETURNS: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
-class _Dispatcher:
-    """Stands in for the `forward` of one module while the patch is on."""
+class _StandIn:
+    """Stands in for a callable of one module while the patch is on."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.module = module
-        self.forward = module.forward
-        self.__wrapped__ = module.forward  # inspect.signature sees through
-        self.tuple_length, self.size = _RETURNS.get(module, (0, 0))
+        self.forward = forward
+        self.__wrapped__ = forward  # inspect.signature sees through
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model that is copied while a request runs gets its own `forward`, not our patch."""
         return copy.deepcopy(self.forward, memo)
+
+
+class _Uncompiled(_StandIn):
+    """Runs what was compiled, as it was before, for requests of ours."""
+
+    def __init__(
+        self, module: nn.Module, compiled: Callable[..., Any], original: Callable[..., Any]
+    ) -> None:
+        super().__init__(module, compiled)
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.forward if _SCOPE.get() is None else self.original)(*args, **kwargs)
+
+
+class _Dispatcher(_StandIn):
+    """Stands in for the `forward` of one module, and learns what that returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, module.forward)
+        self.tuple_length, self.size = _RETURNS.get(module, (0, 0))
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self.forward(*args, **kwargs)
@@ -170,7 +192,7 @@ class _Patch:
 
     def __init__(self) -> None:
         self.users: Counter[str] = Counter()
-        self.undo: dict[str, list[Callable[[], None]]] = {"attention": [], "layers": []}
+        self.undo: dict[str, list[Callable[[], None]]] = defaultdict(list)
 
     def take(self, kind: str, install: Callable[[list[Callable[[], None]]], None]) -> None:
         self.users[kind] += 1
@@ -192,6 +214,7 @@ class _Scope:
     """One generate's share of the patch; dispatchers come when its first plan does."""
 
     def __init__(self, model: nn.Module, architecture: Architecture) -> None:
+        self.model = model
         self.architecture = architecture
         self.patch = _PATCHES.setdefault(model, _Patch())
         self.kinds: list[str] = []
@@ -199,9 +222,13 @@ class _Scope:
     def take(self, kind: str) -> None:
         if kind in self.kinds:
             return
-        install = self._name_attention if kind == "attention" else self._install_dispatchers
+        install = {
+            "attention": self._name_attention,
+            "compiled": self._pass_compiled_by,
+            "layers": self._install_dispatchers,
+        }
         with _LOCK:
-            self.patch.take(kind, install)
+            self.patch.take(kind, install[kind])
         self.kinds.append(kind)
 
     def leave(self) -> None:
@@ -216,12 +243,17 @@ class _Scope:
             config._attn_implementation_internal = name
             undo.append(partial(setattr, config, "_attn_implementation_internal", previous))
 
+    def _pass_compiled_by(self, undo: list[Callable[[], None]]) -> None:
+        for module, name, original in compiled_parts(self.model):
+            stand_in = _Uncompiled(module, module.__dict__[name], original)
+            undo.append(_replace(name, stand_in))
+
     def _install_dispatchers(self, undo: list[Callable[[], None]]) -> None:
         layers = self.architecture.layers
         for i, layer in enumerate(layers):
-            undo.append(_replace_forward(_LayerDispatcher(layer, i, len(layers))))
+            undo.append(_replace("forward", _LayerDispatcher(layer, i, len(layers))))
             for module, is_attention in self.architecture.sublayers[i]:
-                undo.append(_replace_forward(_SublayerDispatcher(module, i, is_attention)))
+                undo.append(_replace("forward", _SublayerDispatcher(module, i, is_attention)))
 
 
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, _Patch] = weakref.WeakKeyDictionary()
@@ -242,6 +274,7 @@ def patched(model: nn.Module, architecture: Architecture) -> Iterator[None]:
     token = _SCOPE.set(scope)
     try:
         scope.take("attention")
+        scope.take("compiled")
         yield
     finally:
         _SCOPE.reset(token)
@@ -253,23 +286,44 @@ def without_patch(module: nn.Module) -> list[tuple[str, object]]:
     with _LOCK:
         own = list(module.__dict__.items())
     for i, (name, value) in enumerate(own):
-        if name == "forward" and isinstance(value, _Dispatcher):
-            before = value.forward
-            if getattr(before, "__self__", None) is module:  # the class's own: nothing was there
-                return own[:i] + own[i + 1 :]
-            own[i] = name, before
-    return own
+        while isinstance(value, _StandIn):
+            value = value.forward
+        own[i] = name, value
+    return [
+        (name, value)
+        for name, value in own
+        # A bound method of its own was not there: the stand-in had found the class's.
+        if name != "forward" or getattr(value, "__self__", None) is not module
+    ]
 
 
-def _replace_forward(dispatcher: _Dispatcher) -> Callable[[], None]:
-    attributes = dispatcher.module.__dict__
-    had, previous = "forward" in attributes, attributes.get("forward")
-    attributes["forward"] = dispatcher
+def compiled_parts(model: nn.Module) -> list[tuple[nn.Module, str, Callable[..., Any]]]:
+    """(module, attribute, what was compiled) wherever `torch.compile` has been in a model.
+
+    That is: `module.compile()`, `module.forward = torch.compile(module.forward)`, and a submodule
+    replaced by `torch.compile(submodule)`.
+    """
+    found: list[tuple[nn.Module, str, Callable[..., Any]]] = []
+    for module in model.modules():
+        own = module.__dict__
+        if own.get("_compiled_call_impl") is not None:
+            found.append((module, "_compiled_call_impl", module._call_impl))
+        forward: Any = own.get("forward")
+        # By its globals: accelerate copies the attributes of a `forward` onto the hook over it.
+        if getattr(forward, "__globals__", {}).get("__name__") == "torch._dynamo.eval_frame":
+            found.append((module, "forward", forward._torchdynamo_orig_callable))
+    return found
+
+
+def _replace(name: str, stand_in: _StandIn) -> Callable[[], None]:
+    attributes = stand_in.module.__dict__
+    had, previous = name in attributes, attributes.get(name)
+    attributes[name] = stand_in
 
     def undo() -> None:
         if had:
-            attributes["forward"] = previous
+            attributes[name] = previous
         else:
-            del attributes["forward"]
+            del attributes[name]
 
     return undo

@@ -42,7 +42,9 @@ class Readout:
 
     Attributes:
         model: Asked for its LM head at every call.
-        norm: Its final norm.
+        owner: The module that has the final norm.
+        name: Of the norm in it.
+        norm: The norm.
         offset: What an RMS norm adds to its weight (0 or 1); None: the norm runs as the module that
             it is, before the fused part.
         eps: Of an RMS norm.
@@ -51,6 +53,8 @@ class Readout:
     """
 
     model: PreTrainedModel
+    owner: nn.Module
+    name: str
     norm: nn.Module
     offset: float | None
     eps: float
@@ -60,13 +64,22 @@ class Readout:
     @property
     def usable(self) -> bool:
         """Whether head and norm are (still) plain modules whose weights may be read directly."""
-        return self.head is not None and (self.offset is None or _is_plain(self.norm))
+        plain = self.offset is None or _is_plain(self.norm)
+        return self.in_place and self.head is not None and plain
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the norm is still the model's."""
+        return getattr(self.owner, self.name, None) is self.norm
 
     @property
     def head(self) -> nn.Linear | None:
-        """The LM head, if it is an ordinary linear layer."""
+        """The LM head, if it is an ordinary linear layer over tokens that can be embedded."""
         head = self.model.get_output_embeddings()
-        return head if type(head) is nn.Linear and _is_plain(head) else None
+        if type(head) is not nn.Linear or not _is_plain(head):
+            return None
+        embeddings: Any = self.model.get_input_embeddings()
+        return head if head.weight.shape[0] <= embeddings.weight.shape[0] else None
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The most probable token after each of `hidden` [..., C].
@@ -131,7 +144,8 @@ def find_readout(
             break
         ids, found = readout.top(hidden, best.shape[-1], backend="reference")
         own = log_probs.gather(-1, ids)
-        error = float(torch.stack([found - best, found - own]).abs().amax())
+        differences = torch.stack([found - best, found - own])
+        error = float(differences[torch.stack([found, found]) > -torch.inf].abs().amax())
         if error <= tolerance:
             return readout
         why = f"log-probabilities differ by {error:.2g}"
@@ -141,7 +155,7 @@ def find_readout(
 
 def _tolerance(truth: Tensor) -> float:
     unit = max(TOLERANCE, TOLERANCE_ROUNDINGS * torch.finfo(truth.dtype).eps)
-    return unit * float(truth.float().abs().amax())
+    return unit * float(truth[truth.isfinite()].float().abs().amax())
 
 
 def _candidates(
@@ -154,10 +168,10 @@ def _candidates(
     scales = _numbers(config, "logit_scale")
     scales += [1 / scale for scale in _numbers(config, "logits_scaling")]
     softcaps = _numbers(config, "final_logit_softcapping")
-    for norm in _norms(model, layers, size):
+    for owner, name, norm in _norms(model, layers, size):
         offset, eps = _as_rms(norm, hidden)
         for scale, softcap in itertools.product([*scales, 1.0], [*softcaps, 0.0]):
-            yield Readout(model, norm, offset, eps, scale, softcap)
+            yield Readout(model, owner, name, norm, offset, eps, scale, softcap)
 
 
 def _as_rms(norm: nn.Module, hidden: Tensor) -> tuple[float | None, float]:
@@ -180,14 +194,16 @@ def _as_rms(norm: nn.Module, hidden: Tensor) -> tuple[float | None, float]:
     return None, 0.0
 
 
-def _norms(model: nn.Module, layers: list[nn.Module], size: int) -> list[nn.Module]:
-    """Modules beside the layers with a vector of a weight; the last one first."""
+def _norms(
+    model: nn.Module, layers: list[nn.Module], size: int
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(owner, name, module) beside the layers with a vector of a weight; the last one first."""
     for owner in model.modules():
-        children = list(owner.children())
-        if any(isinstance(c, nn.ModuleList) and list(c) == layers for c in children):
-            weights = [getattr(child, "weight", None) for child in children]
+        children = list(owner.named_children())
+        if any(isinstance(c, nn.ModuleList) and list(c) == layers for _, c in children):
+            weights = [getattr(child, "weight", None) for _, child in children]
             return [
-                child
+                (owner, *child)
                 for child, weight in zip(children, weights, strict=True)
                 if isinstance(weight, Tensor) and weight.shape == (size,)
             ][::-1]

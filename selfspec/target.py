@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from selfspec_kernels import TreeLayout
-from torch import Tensor
+from torch import Tensor, nn
 
-from selfspec.architectures import Architecture, agree, describe, measure
+from selfspec.architectures import Architecture, agree, describe
 from selfspec.attention import TreeContext, tree_context
 from selfspec.cache import AlignedCache, TreeCache
 from selfspec.patch import LayerPlan, layer_plan, patched
+from selfspec.probes import measure
 from selfspec.state import TargetOutput
 from selfspec.tree import TokenTree
 
@@ -43,7 +44,29 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        return self.model.get_input_embeddings().weight.device
+        embeddings = self.model.get_input_embeddings()
+        device: torch.device = embeddings.weight.device
+        if device.type == "meta":  # offloaded: accelerate brings weights where it computes
+            for module in (embeddings, *self.model.modules()):
+                execution = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+                if execution is not None:
+                    return torch.device(execution)
+        return device
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a forward may be random: dropout, or a layer that passes its flag to one.
+
+        The model's own flag does not tell: adapters are added in training mode, and parts of a
+        model can be trained alone.
+        """
+        found = self.architecture
+        parts = [self.model, *found.layers, *(m for pair in found.sublayers for m, _ in pair)]
+        return any(part.training for part in parts) or any(
+            module.training and module.p > 0
+            for module in self.model.modules()
+            if isinstance(module, nn.modules.dropout._DropoutNd)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -53,6 +76,9 @@ class Target:
     @property
     def is_current(self) -> bool:
         """Whether the model still looks as it did: layers may be replaced, windows changed."""
+        readout = self.architecture.readout
+        if readout is not None and not readout.in_place:
+            return False
         return agree(self._described, describe(self.model))
 
     @contextmanager
@@ -71,8 +97,8 @@ class Target:
 
     # ------------------------------------------------------------------ forwards
 
-    def plain(self, ids: Tensor) -> Tensor:
-        """The model as it is: next-token logits [V] (float32) after `ids` [1, T].
+    def plain(self, ids: Tensor, at: int = -1) -> Tensor:
+        """The model as it is: next-token logits [V] (float32) after token `at` of `ids` [1, T].
 
         Under an empty plan, so that what its modules return is known from here on; but under its
         own attention's name, since some models ask for that name outside the interface, too.
@@ -80,11 +106,11 @@ class Target:
         unnamed = replace(self.architecture, attention_names=[])
         with patched(self.model, unnamed), layer_plan(LayerPlan()):
             arguments = self._positions(ids)
-            return self.model(input_ids=ids, use_cache=False, **arguments).logits[0, -1].float()
+            return self.model(input_ids=ids, use_cache=False, **arguments).logits[0, at].float()
 
     def _positions(self, ids: Tensor) -> dict[str, Tensor]:
         """What `generate` tells a model about the positions of a prompt without padding."""
-        if not self.architecture.takes_position_ids:
+        if not (self.architecture.takes_position_ids and self.architecture.told_positions):
             return {}
         return {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
 
@@ -107,7 +133,9 @@ class Target:
         """
         plan = LayerPlan(taps=taps) if taps else None
         with layer_plan(plan), tree_context(None):
-            logits = forward().logits[:, -1:]
+            logits = forward().logits
+            if logits.shape[1] > 1:  # a view would keep those of the whole prompt
+                logits = logits[:, -1:].clone()
         cache.settle(pads)
         return TargetOutput(logits, plan.captured if plan else {})
 
@@ -168,7 +196,7 @@ class Target:
             positions = prefix_len[:, None] + depth[:, -count:] + position_shift
             arguments["position_ids"] = torch.minimum(positions, last[:, None]).long()
         if architecture.support == "tree":
-            if tree.width == 1 and cache.is_even:
+            if tree.width == 1 and cache.is_even and not architecture.slides_past(cache.width):
                 # A step of plain decoding: bit for bit what `generate` would compute.
                 arguments["attention_mask"] = None
             else:

@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[float | None, float, float] | None] = {
     **dict.fromkeys((*tiny.TREE, *tiny.CHAIN_ONLY), (0.0, 1.0, 0.0)),
     **dict.fromkeys(("gemma", "gemma3"), (1.0, 1.0, 0.0)),
     **dict.fromkeys(("phi", "gpt2", "gpt_neox", "falcon", "falcon_mqa"), _MODULE),
-    **dict.fromkeys(("stablelm", "starcoder2", "bloom", "mpt", "falcon_alibi"), _MODULE),
+    **dict.fromkeys(("stablelm", "starcoder2", "bloom", "mpt", "falcon_alibi", "gpt_neo"), _MODULE),
     "gemma2": (1.0, 1.0, 10.0),
     "granite": (0.0, 0.5, 0.0),
     "cohere2": (None, 0.5, 0.0),

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import selfspec
 from selfspec import TokenTree
@@ -140,47 +135,6 @@ def test_properties_are_the_models(model: Any) -> None:
     assert spec.generation_config is model.generation_config
     assert (spec.device, spec.dtype) == (model.device, model.dtype)
     assert not hasattr(spec, "no_such_thing")
-
-
-def test_copies_follow_their_own_weights() -> None:
-    model, prompt = tiny.build("llama", seed=7), tiny.prompts(1)
-    spec = selfspec.wrap(model, drafter="ngram")
-    plain = spec.generate(**prompt, max_new_tokens=12)
-    for other in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
-        assert other.model is not model
-        assert other.generate(**prompt, max_new_tokens=12).equal(plain)
-        with torch.no_grad():
-            other.model.lm_head.weight.mul_(-1)
-        changed = other.generate(**prompt, max_new_tokens=12)
-        assert changed.equal(other.model.generate(**prompt, max_new_tokens=12))
-        assert not changed.equal(plain)
-    assert spec.generate(**prompt, max_new_tokens=12).equal(plain)
-
-
-def test_resized_embeddings_are_followed() -> None:
-    model = copy.deepcopy(tiny.build("llama"))
-    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(min_match=1))
-    model.resize_token_embeddings(72)
-    prompt = {"input_ids": torch.tensor([[70, 71, 3, 70, 71, 3, 70]])}
-    plain = model.generate(**prompt, max_new_tokens=20)
-    assert spec.generate(**prompt, max_new_tokens=20).equal(plain)
-
-
-def test_wrapping_a_model_in_training_mode_leaves_the_mode() -> None:
-    model = copy.deepcopy(tiny.build("gpt2")).train()
-    flags = [m.training for m in model.modules()]
-    selfspec.wrap(model)
-    assert [m.training for m in model.modules()] == flags
-
-
-def test_deleting_the_wrapper_and_the_model_frees_them() -> None:
-    model: PreTrainedModel | None = copy.deepcopy(tiny.build("llama"))
-    spec: Any = selfspec.wrap(model, drafter="early-exit")
-    spec.generate(**tiny.prompts(2), max_new_tokens=8)
-    dead = weakref.ref(model)
-    del spec, model
-    gc.collect()
-    assert dead() is None
 
 
 # ------------------------------------------------------------------------ stats
