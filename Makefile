@@ -19,11 +19,11 @@ FLOOR = $(shell sed -n 's/.*"transformers>=\([0-9.]*\).*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types test-main test-interpret test-aot test-floor bench clean FORCE
+.PHONY: help demo test lint types test-main test-interpret test-aot test-floor sweep bench clean FORCE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "variables: PYTHON (interpreter), TORCH (requirement), WORKERS (tests), ARGS (demo, bench)"
+	@echo "variables: PYTHON (interpreter), TORCH (requirement), WORKERS (tests), ARGS (demo, bench, sweep)"
 
 demo: $(VENV)/.demo ## install, fetch the demo model, stream an answer, compare with plain generate
 	$(BIN)/python examples/quickstart.py $(ARGS)
@@ -51,6 +51,9 @@ test-floor: $(VENV)/floor/.installed ## families and generate against the oldest
 		"import transformers as t; assert t.__version__ == '$(FLOOR)', t; print(t.__version__)"
 	PYTHONPATH="$(CURDIR)/$(VENV)/floor" $(PYTEST) -n $(WORKERS) tests/families \
 		tests/generate
+
+sweep: $(VENV)/.dev ## every causal-LM type of transformers against plain generate, half an hour
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families.sweep $(ARGS)
 
 bench: $(VENV)/.dev ## measure on the demo model, some 20 minutes, no other load please
 	$(BIN)/python examples/benchmark_spine.py $(ARGS)

@@ -56,11 +56,20 @@ def accept(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState
         return _typical(tree, logits, sampler, state)
     # A processor that remembers its calls must not be shown paths that are not taken. Following
     # the target's own draws instead is as lossless for drafts that were drawn, it accepts less.
-    if sampler.do_sample and tree.log_q is not None and not sampler.stateful:
+    if sampler.do_sample and not sampler.stateful and _weighs(tree, sampler):
         return _reject(tree, logits, sampler, state)
     if sampler.prefix_free:
         return _follow_choices(tree, logits, sampler, state)
     return _walk(tree, logits, sampler, state)
+
+
+def _weighs(tree: TokenTree, sampler: Sampler) -> bool:
+    """Whether p is weighed against q.
+
+    Where it has been once, a step without drafts draws from the same stream: a row alone, which has
+    no room to draft, has to get what it would get beside rows that do.
+    """
+    return tree.log_q is not None or (tree.width == 1 and sampler.has_seeds)
 
 
 def _follow_choices(
@@ -71,9 +80,11 @@ def _follow_choices(
         return follow(tree, argmax(logits))  # casting the logits could not change it
     scores = sampler.scores(logits)
     positions = state.positions()
-    at = torch.tensor(positions).to(logits.device)[:, None] + tree.depth.to(logits.device)
+    at = torch.tensor(positions, device=logits.device)[:, None] + tree.depth.to(logits.device)
     choices = sampler.choose(scores, at, range(min(positions), max(positions) + tree.max_depth + 1))
-    return follow(tree, choices, scores if sampler.keep_scores else None)
+    acceptance = follow(tree, choices, scores if sampler.keep_scores else None)
+    sampler.check(scores, acceptance.path)
+    return acceptance
 
 
 def follow(tree: TokenTree, choices: Tensor, scores: Tensor | None = None) -> Acceptance:
@@ -100,8 +111,7 @@ def follow(tree: TokenTree, choices: Tensor, scores: Tensor | None = None) -> Ac
 
 def _reject(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState) -> Acceptance:
     """The rules that weigh p against q, on the device."""
-    assert tree.log_q is not None
-    if tree.log_q.shape[-1] != logits.shape[-1]:
+    if tree.log_q is not None and tree.log_q.shape[-1] != logits.shape[-1]:
         raise ValueError(
             f"log_q is over {tree.log_q.shape[-1]} tokens, the model's logits over "
             f"{logits.shape[-1]}."
@@ -109,6 +119,7 @@ def _reject(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeStat
     assert sampler.rule != "lossy-typical"
     device = logits.device
     scores = _node_scores(tree, logits, sampler, state)
+    log_q = scores if tree.log_q is None else tree.log_q  # no child of a root alone was drawn
     path, num_accepted, next_token = tree_accept_sampled(
         tree.tokens.to(device),
         tree.parents.to(device),
@@ -117,13 +128,14 @@ def _reject(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeStat
         tree.num_nodes.to(device),
         scores,
         row_stats(scores).logsumexp,
-        tree.log_q.to(device, torch.float32),
+        log_q.to(device, torch.float32),
         seed=sampler.seeds(tree.batch).to(device),
-        position=torch.tensor(state.positions(), dtype=torch.int32).to(device),
+        position=torch.tensor(state.positions(), dtype=torch.int32, device=device),
         max_depth=tree.max_depth,
         max_children=max(1, tree.max_children),
         rule=sampler.rule,
     )
+    sampler.check(scores, path)
     return Acceptance(path, num_accepted, next_token, scores if sampler.keep_scores else None)
 
 
@@ -160,9 +172,10 @@ def _typical(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeSta
     path = path[:, : tree.max_depth + 1]
     path = path.where(path < tree.width, -1).int()
     positions = state.positions()
-    at = torch.tensor(positions).to(device)[:, None] + num_accepted[:, None]
+    at = torch.tensor(positions, device=device)[:, None] + num_accepted[:, None]
     span = range(min(positions), max(positions) + tree.max_depth + 1)
     next_token = sampler.choose(scores[rows, last], at, span)[:, 0]
+    sampler.check(scores, path)
     kept = scores if sampler.keep_scores else None
     return Acceptance(path, num_accepted.int(), next_token, kept)
 
@@ -209,11 +222,12 @@ def _walk(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState)
         scores = sampler.scores_after(logits[rows, at], prefixes, active)
         if sampler.keep_scores:
             if kept is None:
-                kept = logits.new_zeros(logits.shape, dtype=scores.dtype)
+                kept = scores.new_zeros(*logits.shape[:2], scores.shape[-1])
             kept[rows[active], at[active]] = scores[active]
         position = [p + len(path) - 1 for p, path in zip(state.positions(), paths, strict=True)]
         where = torch.tensor(position, device=scores.device)[:, None]
         span = range(min(position), max(position) + 1)
+        sampler.check(scores[active][:, None], where[active] * 0)
         chosen = sampler.choose(scores[:, None], where, span)[:, 0].tolist()
         still = []
         for b in active:

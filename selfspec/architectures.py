@@ -1,33 +1,27 @@
-"""What a model can do, found out by looking and by measuring, not from a table of names.
+"""What a model can do: what looking at it tells, without a table of names.
 
-Trees need a model that takes positions from `position_ids` and visibility from a 4-D mask. Whether
-it does is measured on a call with a handful of tokens: the tree must reproduce the logits of every
-path read as an ordinary sequence, and must *not* do so when positions or masks are deliberately
-wrong. A model that passes for chains only is used with chains; a recurrent one not at all.
+The rest is measured, see `probes.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.generation import GenerationMixin
 
 from selfspec.attention import PREFIX, register_over
 from selfspec.cache import AlignedCache, TreeCache
-from selfspec.readout import Readout, find_readout
-from selfspec.tree import TokenTree
+from selfspec.readout import Readout
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from selfspec.target import Target
-
-logger = logging.getLogger("selfspec")
 
 Support = Literal["tree", "chain", "none"]
 
@@ -44,6 +38,7 @@ class Architecture:
         windows: Sliding window by layer type; 0 is full attention.
         cache_argument: "cache" (transformers >= 5.24) or "past_key_values".
         takes_position_ids: Whether `forward` has `position_ids`.
+        told_positions: Whether `generate` passes positions on to it, or lets it count by itself.
         takes_logits_to_keep: Whether `forward` has `logits_to_keep`.
         attention_names: (config, implementation name) pairs to set while generating; empty if the
             model does not consult transformers' attention interface.
@@ -56,6 +51,10 @@ class Architecture:
         support: "tree", "chain" or "none".
         reason: Why not more.
         readout: From the last layer's output to draft tokens without the model's own head, or None.
+        resumable: Whether a forward can start at a later layer, given the states there.
+        borrowers: Layers without keys and values of their own: they read those of earlier layers.
+        padding_fault: Why padded batches are not for us; empty if they are.
+        layers_fault: Why no layer can be left out; empty if layers can.
     """
 
     layers: list[nn.Module]
@@ -72,11 +71,25 @@ class Architecture:
     support: Support = "none"
     reason: str = ""
     readout: Readout | None = None
+    resumable: bool = True
+    borrowers: frozenset[int] = frozenset()
+    layers_fault: str = ""
+    told_positions: bool = True
+    padding_fault: str = ""
 
     @property
     def num_layers(self) -> int:
         """L."""
         return len(self.layers)
+
+    def slides_past(self, slots: int) -> bool:
+        """Whether a token after `slots` others no longer sees them all, in any layer.
+
+        Where every layer slides a model may leave that to transformers' cache, which drops keys;
+        ours keeps them, so that a mask has to say it.
+        """
+        window = self.windows.get("sliding_attention", 0)
+        return len(self.windows) == 1 and 0 < window <= slots
 
     def new_cache(self, batch: int, *, reserve: int, longest: int, extra: int = 64) -> TreeCache:
         """An empty cache of the layout that this model needs; arguments as for `TreeCache`."""
@@ -102,7 +115,7 @@ def describe(model: PreTrainedModel) -> Architecture:
         The description; `support` is "none" with a reason if looking was enough to rule it out.
     """
     config = model.config.get_text_config(decoder=True)
-    parameters = inspect.signature(model.forward).parameters
+    parameters = _parameters(model)
     layers = _decoder_layers(model, config)
     description = Architecture(
         layers=layers,
@@ -144,140 +157,12 @@ def describe(model: PreTrainedModel) -> Architecture:
     )
 
 
-def measure(target: Target) -> Architecture:
-    """Find out by a few tiny forwards whether trees, chains or neither reproduce the model.
-
-    Args:
-        target: The model with its description; its weights are only read.
-
-    Returns:
-        The description with `support`, `reason`, `attention_names` and `readout` settled.
-    """
-    found = target.architecture
-    if found.reason:
-        return found
-    settled = _measure_support(target, found)
-    if settled.support == "none":
-        return settled
-    return replace(settled, readout=_measure_readout(target, settled))
-
-
-def _measure_support(target: Target, found: Architecture) -> Architecture:
-    if found.takes_position_ids:
-        error = ""
-        for names in [found.attention_names, []] if found.attention_names else [[]]:
-            candidate = replace(found, support="tree", attention_names=names)
-            try:
-                error = _tree_fault(target, candidate)
-            except Exception as exception:  # whatever a model's own code raises on a 4-D mask
-                logger.debug("token trees", exc_info=True)
-                error = f"a verification call raised {type(exception).__name__}"
-            if not error:
-                return candidate
-        reason = f"token trees are not reproduced ({error})"
-    else:
-        reason = "its forward takes no position_ids, so positions come from cache slots"
-    candidate = replace(found, support="chain", attention_names=[], reason=reason)
-    try:
-        error = _chain_fault(target, candidate)
-    except Exception as exception:
-        logger.debug("chains", exc_info=True)
-        error = f"a verification call raised {type(exception).__name__}: {exception}"
-    if not error:
-        return candidate
-    return replace(found, support="none", reason=f"{reason}; chains neither ({error})")
-
-
-# ------------------------------------------------------------------------------- measuring
-
-_PROMPT, _TREE, _PARENTS = (3, 11, 7, 19, 5), (2, 13, 6, 17, 9), (-1, 0, 0, 2, 2)
-
-
-def _ids(tokens: tuple[int, ...] | list[int], target: Target) -> Tensor:
-    return torch.tensor([[t % target.vocab_size for t in tokens]], device=target.device)
-
-
-def _tree_fault(target: Target, candidate: Architecture) -> str:
-    """Empty if a branching tree gives every path's own logits; else what was wrong."""
-    root, tokens = _ids([_TREE[0]], target)[:, 0], _ids(list(_TREE), target)
-    tree = TokenTree.from_topology(tokens, list(_PARENTS))
-    rows = {n: _path(n) for n in range(len(_TREE))}
-    truth = torch.stack(
-        [target.plain(_ids([*_PROMPT, *(_TREE[i] for i in rows[n])], target)) for n in (1, 3, 4)]
-    )
-    with target.using(candidate):
-        calls = target.attention_calls
-        right = _verify(target, tree)[[1, 3, 4]]
-        if candidate.attention_names and target.attention_calls - calls < candidate.num_layers:
-            return "attention layers do not consult the attention interface"
-        shift = max(1, min(37, candidate.max_positions - len(_PROMPT) - len(_TREE)))
-        shifted = _verify(target, tree, shift)[[1, 3, 4]]
-        chain = TokenTree.chain(root, tokens[:, 1:])
-        unmasked = _verify(target, chain)[[1, 3, 4]]
-    error = (right - truth).abs().amax()
-    blind = [
-        name
-        for name, wrong in (("position_ids", shifted), ("the mask", unmasked))
-        if not error < 0.5 * (wrong - truth).abs().amax()
-    ]
-    return f"{' and '.join(blind)} made no difference" if blind else ""
-
-
-def _chain_fault(target: Target, candidate: Architecture) -> str:
-    """Empty if a chain gives the logits of the sequence, wherever in the cache it stands.
-
-    Rows of a batch are aligned by moving them, so their place must not matter: it does not to
-    ALiBi, it does to learned positions that are read off the cache.
-    """
-    tokens = _ids(list(_TREE), target)
-    truth = torch.stack(
-        [target.plain(_ids([*_PROMPT, *_TREE[: n + 1]], target)) for n in range(len(_TREE))]
-    )
-    scale = (truth - truth.roll(1, 0)).abs().amax()
-    chain = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
-    with target.using(candidate):
-        for slots in (0, 3):
-            error = (_verify(target, chain, slots=slots) - truth).abs().amax()
-            if not error < 0.1 * scale:
-                where = f" {slots} slots further on" if slots else ""
-                return f"logits{where} differ by {error:.2g}"
-    return ""
-
-
-def _measure_readout(target: Target, settled: Architecture) -> Readout | None:
-    """The readout that reproduces the logits of a chain, here at the very beginning of a text."""
-    if not settled.takes_logits_to_keep:
-        logger.debug("drafts are read from the model's own logits: it always computes them.")
-        return None
-    tokens, last = _ids([*_PROMPT, *_TREE], target), settled.num_layers
-    try:
-        with target.using(settled):
-            cache = settled.new_cache(1, reserve=32, longest=1 << 20)
-            cache.settle([0])
-            chain = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
-            output = target.verify(chain, cache, frozenset({last}))
-        return find_readout(target.model, settled.layers, output.hidden[last][0], output.logits[0])
-    except Exception:
-        logger.debug("drafts are read from the model's own logits", exc_info=True)
-        return None
-
-
-def _verify(target: Target, tree: TokenTree, shift: int = 0, slots: int = 0) -> Tensor:
-    cache = target.architecture.new_cache(1, reserve=32, longest=1 << 20)
-    target.fill(_ids(list(_PROMPT), target), cache)
-    if isinstance(cache, AlignedCache):
-        cache.shift(slots)
-    return target.verify(tree, cache, position_shift=shift).logits[0].float()
-
-
-def _path(node: int) -> list[int]:
-    path = [node]
-    while _PARENTS[path[0]] >= 0:
-        path.insert(0, _PARENTS[path[0]])
-    return path
-
-
-# ------------------------------------------------------------------------------- looking
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """What `forward` takes; one put over it that passes on whatever it is given takes as much."""
+    own = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in own.values()):
+        return {**inspect.signature(type(model).forward).parameters, **own}
+    return own
 
 
 def _decoder_layers(model: nn.Module, config: PretrainedConfig) -> list[nn.Module]:
@@ -306,16 +191,30 @@ def _ruled_out(
         return "it is an encoder-decoder"
     if not layers:
         return "its decoder layers were not found"
-    types = set(getattr(config, "layer_types", None) or ())
-    if other := sorted(types - {"full_attention", "sliding_attention"}):
+    for name in ("sliding_window", "attention_chunk_size"):
+        if _varies(config, name):
+            return f"its layers differ in {name}"
+    if getattr(config, "attention_chunk_size", None):
+        return "its attention is chunked, so that keys are dropped at once, not one by one"
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    if other := sorted(set(types) - {"full_attention", "sliding_attention", "attention"}):
         return f"it has layers of type {', '.join(other)}, whose state cannot be rolled back"
-    if getattr(model, "_is_stateful", False) or not has_cache:
+    if getattr(model, "_is_stateful", False):
         return "its state is recurrent and cannot be rolled back"
+    if not has_cache:
+        return "its forward takes no cache of keys and values: it has none, or a state of its own"
     if type(model)._sample is not GenerationMixin._sample:
         return "its class decodes in a way of its own (it overrides _sample)"
-    if getattr(config, "attention_chunk_size", None):
-        return "its attention is chunked"
     return ""
+
+
+def _varies(config: PretrainedConfig, name: str) -> bool:
+    """Whether the layers have values of their own, which the config as a whole refuses to give."""
+    try:
+        getattr(config, name, None)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _windows(config: PretrainedConfig) -> dict[str, int]:
@@ -329,16 +228,8 @@ def _windows(config: PretrainedConfig) -> dict[str, int]:
 
 def _rope_limit(config: PretrainedConfig) -> tuple[int | None, bool]:
     """(position where frequencies switch for a whole call, whether they keep changing)."""
-    found: list[dict[str, Any]] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, dict):
-            if value.get("rope_type", value.get("type")) in ("longrope", "dynamic"):
-                found.append(value)
-            for inner in value.values():
-                collect(inner)
-
-    collect(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None))
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    found = [r for r in _dicts(scaling) if _kind(r) in ("longrope", "dynamic")]
     if not found:
         return None, False
     limits = [
@@ -347,5 +238,16 @@ def _rope_limit(config: PretrainedConfig) -> tuple[int | None, bool]:
         or config.max_position_embeddings
         for rope in found
     ]
-    dynamic = any(rope.get("rope_type", rope.get("type")) == "dynamic" for rope in found)
-    return int(min(limits)), dynamic
+    return int(min(limits)), any(_kind(rope) == "dynamic" for rope in found)
+
+
+def _kind(rope: dict[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type"))
+
+
+def _dicts(value: Any) -> Iterator[dict[str, Any]]:
+    """A dict and those inside it; a local function for it would be a cycle that stays."""
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from _dicts(inner)

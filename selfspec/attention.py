@@ -24,6 +24,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 PREFIX = "selfspec_tree_over_"
 
 
+class MaskChangedError(RuntimeError):
+    """The model makes something else of its mask: adds a bias to it, or selects keys by it."""
+
+
 class TreeContext:
     """The tree of the forward in progress, and one mask tag for every kind of layer.
 
@@ -57,6 +61,8 @@ class TreeContext:
 
     def window(self, tag: Tensor | None) -> int:
         """The window of the layer that was given `tag`."""
+        if tag is not None and tag.shape[:-1] != (1, 1, 1):
+            raise MaskChangedError
         windows = list(self.windows.values())
         if len(windows) == 1:
             return windows[0]

@@ -13,8 +13,9 @@ Rule = Literal["traversal", "multiround", "lossy-typical"]
 class SpecConfig:
     """How a wrapper speculates.
 
-    None of it changes the text in float32 and float64. In lower precision a block of tokens rounds
-    differently from one token, and the off switch chooses blocks by measured time: there,
+    None of it changes the text in float32 and float64, nor, where drafts are drawn, its
+    distribution. What is drafted does matter for which text a seed gives when drafts are drawn, and
+    for rounding in lower precision. The off switch chooses blocks by measured time: there,
     `off_switch=False` makes calls repeatable.
 
     Attributes:

@@ -29,6 +29,7 @@ class SpecStats:
         drafted_by: Draft tokens by drafter.
         accepted_by: Accepted draft tokens by drafter.
         forwards: Target forwards (verify and plain), the prefill not counted.
+        plain_forwards: Those without a draft.
         seconds: Time by station: prefill, draft, verify, accept, commit.
         plain_seconds: Time of all steps without a draft.
     """
@@ -42,6 +43,7 @@ class SpecStats:
     accepted: int = 0
     plain_tokens: int = 0
     forwards: int = 0
+    plain_forwards: int = 0
     plain_seconds: float = 0.0
     drafted_by_depth: Counter[int] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
@@ -81,6 +83,18 @@ class SpecStats:
         return self.plain_tokens / self.plain_seconds if self.plain_seconds else None
 
     @property
+    def break_even(self) -> float | None:
+        """Tau from which drafting pays: time of a step with a draft over that of one without.
+
+        None until both kinds have been timed.
+        """
+        drafting = self.forwards - self.plain_forwards
+        if not drafting or not self.plain_seconds:
+            return None
+        seconds = (self.decoding_seconds - self.plain_seconds) / drafting
+        return seconds * self.plain_forwards / self.plain_seconds
+
+    @property
     def decoding_seconds(self) -> float:
         """Time of all steps, the prefills not counted."""
         return sum(seconds for name, seconds in self.seconds.items() if name != "prefill")
@@ -97,6 +111,7 @@ class SpecStats:
             return
         self.forwards += 1
         if not any(step.num_drafted):
+            self.plain_forwards += 1
             self.plain_tokens += tokens
             self.plain_seconds += sum(step.seconds.values())
             return
@@ -118,13 +133,15 @@ class SpecStats:
 
     def add(self, other: SpecStats) -> None:
         """Add another's counters to these, safely between threads."""
+        more = other._values()
         with self._lock:
-            for f in fields(self):
-                mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            for name, theirs in more.items():
+                mine = getattr(self, name)
                 if isinstance(mine, dict):
-                    setattr(self, f.name, type(mine)(_sum(mine, theirs)))
+                    # A new one: whoever reads the old one meanwhile reads it to its end.
+                    setattr(self, name, type(mine)(_sum(mine, theirs)))
                 else:
-                    setattr(self, f.name, mine + theirs)
+                    setattr(self, name, mine + theirs)
 
     def __add__(self, other: SpecStats) -> SpecStats:
         total = SpecStats()
@@ -141,10 +158,27 @@ class SpecStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Counters as plain numbers and dicts."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: dict(v) if isinstance(v, dict) else v for k, v in values.items()}
+        return {k: dict(v) if isinstance(v, dict) else v for k, v in self._values().items()}
+
+    def _values(self) -> dict[str, Any]:
+        """All counters as they are between two requests."""
+        with self._lock:
+            return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    # Locks can be neither copied nor pickled.
+    __getstate__ = to_dict
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        for name, value in values.items():
+            setattr(self, name, type(getattr(self, name))(value))
 
     def __repr__(self) -> str:
+        now = SpecStats()
+        now.add(self)  # requests that end meanwhile do not count
+        return now._line()
+
+    def _line(self) -> str:
         left = f"{self.fallbacks} requests left to transformers' own loop" * bool(self.fallbacks)
         if not self.requests:
             return left or "no speculative generate yet"

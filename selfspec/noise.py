@@ -15,10 +15,13 @@ def check_generator(generator: object) -> None:
 
     Raises:
         TypeError: If it is something else.
+        ValueError: If one generator stands for several rows, which could not be independent.
     """
     if generator is None or isinstance(generator, torch.Generator):
         return
     if isinstance(generator, Sequence) and all(isinstance(g, torch.Generator) for g in generator):
+        if len({id(g) for g in generator}) < len(generator):
+            raise ValueError("generator: every sequence of a list needs a generator of its own.")
         return
     raise TypeError(f"generator={generator!r} must be a torch.Generator or a list of them.")
 

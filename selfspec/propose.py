@@ -37,7 +37,7 @@ def propose(drafter: Drafter, state: DecodeState, budget: int) -> TokenTree:
     # Reading a tree back from a device stalls it; there, only drafts of strangers are worth that.
     if state.root.is_cpu or not getattr(drafter, "makes_valid_trees", False):
         tree.validate(state.root, state.target.vocab_size, budget)
-        _check_resume(tree, state.target.architecture.num_layers)
+        check_resume(tree, state.target.architecture.num_layers)
     if state.target.architecture.support == "chain" and not tree.is_chain:
         return tree.first_chains()
     return tree
@@ -57,7 +57,12 @@ def check_taps(drafter: Drafter, num_layers: int) -> None:
             )
 
 
-def _check_resume(tree: TokenTree, num_layers: int) -> None:
+def check_resume(tree: TokenTree, num_layers: int) -> None:
+    """Refuse a tree that verification cannot take over from.
+
+    Raises:
+        ValueError: If the layer does not exist, or not every node has its state.
+    """
     resume = tree.resume
     if resume is None:
         return

@@ -160,7 +160,7 @@ class TokenTree:
         if not isinstance(root, Tensor):
             root = torch.tensor([root])
         if not isinstance(tokens, Tensor):
-            tokens = torch.tensor([list(tokens)], dtype=torch.int64).view(1, -1).to(root.device)
+            tokens = torch.tensor([list(tokens)], dtype=torch.int64, device=root.device).view(1, -1)
         tokens = torch.cat([root[:, None], tokens], dim=1)
         batch, nodes = tokens.shape
         parents, depth, ancestors = chain_topology(nodes, tokens.device)
@@ -230,13 +230,7 @@ class TokenTree:
         limit = float("inf") if max_draft_tokens is None else max_draft_tokens
         if len(paths) == 1 and len(paths[0]) <= 1:  # the common case, without bookkeeping
             chain = list(paths[0][0]) if paths[0] else []
-            return cls.chain(
-                root,
-                torch.tensor([chain[: int(min(limit, len(chain)))]])
-                .long()
-                .view(1, -1)
-                .to(root.device),
-            )
+            return cls.chain(root, chain[: int(min(limit, len(chain)))])
         host_root = root.tolist()
         row_tokens, row_parents = [], []
         for b, continuations in enumerate(paths):

@@ -222,24 +222,6 @@ def test_cold_sampling_of_a_tie_takes_one_of_the_tied(rule: str, drawn: bool) ->
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
-def test_a_coin_of_0_passes_whatever_is_possible(
-    rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        reference, "uniform", lambda seed, node, at, stream: (seed * 0 + node * 0).float()
-    )
-    tree = trees(7, True)
-    out = decided(tree, torch.zeros(len(ROWS), WIDTH, 7), sampler(rule))
-    assert out.num_accepted.tolist() == [2, 5, 0, 2]
-    logits = torch.zeros(len(ROWS), WIDTH, 7)
-    rows = torch.arange(len(ROWS))[:, None]
-    logits[rows, tree.parents.clamp(min=0).long(), tree.tokens] = -INF
-    out = decided(tree, logits, sampler(rule))
-    assert out.num_accepted.tolist() == [0] * len(ROWS)
-    assert logits[rows[:, 0], 0, out.next_token].isfinite().all()
-
-
-@pytest.mark.parametrize("rule", LOSSLESS)
 def test_a_coin_of_almost_1_fails_unless_p_is_q(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         reference, "uniform", lambda seed, node, at, stream: (seed * 0 + node * 0) + 1 - 2.0**-24
@@ -282,18 +264,14 @@ def test_draft_probabilities_too_small_for_float16(rule: str) -> None:
 @drafts
 @rules
 def test_broken_logits(rule: str, drawn: bool, kind: str) -> None:
-    """An id of the vocabulary, or the error of plain `generate`; other rows are as they were."""
+    """The error of plain `generate` if tokens are drawn; else ids of the vocabulary, and other
+    rows are as they were.
+    """
     tree, logits = trees(7, drawn), apart(7, 0) / 4
-    torch.manual_seed(0)
-    sound = decided(tree, logits, sampler(rule))
     broken = {"nan": 7, "some nan": 2, "inf": 1, "two inf": 2, "-inf": 7}[kind]
     logits[0, :, :broken] = {"n": NAN, "s": NAN, "-": -INF}.get(kind[0], INF)
-    torch.manual_seed(0)
-    if drawn and rule in LOSSLESS:
-        assert same(decided(tree, logits, sampler(rule)), sound, [1, 2, 3])
-    else:
-        with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
-            decided(tree, logits, sampler(rule))
+    with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan`"):
+        decided(tree, logits, sampler(rule))
     sound = decided(tree, apart(7, 0), GREEDY)
     assert same(decided(tree, logits, GREEDY), sound, [1, 2, 3])
 
@@ -338,35 +316,6 @@ DRAFTERS = {
 NEW = 16
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    """With logits so far apart that a temperature of 0.01 is cold."""
-    sharp = copy.deepcopy(tiny.build("llama"))
-    with torch.no_grad():
-        sharp.lm_head.weight.mul_(100)
-    return sharp
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-@rules
-def test_cold_text_is_greedy_text(model: Any, rule: str, name: str) -> None:
-    """With rows that end one after the other."""
-    prompt = tiny.prompts(3)
-    plain = model.generate(**prompt, max_new_tokens=NEW)
-    eos = int(plain[1, -NEW + 5])
-    plain = model.generate(**prompt, max_new_tokens=NEW, eos_token_id=eos)
-    spec = selfspec.wrap(model, DRAFTERS[name](), acceptance=rule)
-    for settings in (
-        *({"temperature": t} for t in (1e-7, 1e-5, 1e-2)),
-        {"top_k": 1},
-        {"top_p": 1e-9},
-    ):
-        text = spec.generate(
-            **prompt, max_new_tokens=NEW, do_sample=True, eos_token_id=eos, **settings
-        )
-        assert text.equal(plain), settings
-
-
 @pytest.mark.parametrize("name", DRAFTERS)
 @rules
 def test_a_vocabulary_of_two(rule: str, name: str) -> None:
@@ -385,9 +334,9 @@ def test_a_vocabulary_of_two(rule: str, name: str) -> None:
     assert spec.stats.accepted > 0
 
 
-def test_broken_weights_end_as_in_plain_generate(model: Any) -> None:
+def test_broken_weights_end_as_in_plain_generate() -> None:
     """NaN logits: an error if tokens are drawn; the same text if not."""
-    broken, prompt = copy.deepcopy(model), tiny.prompts(1)
+    broken, prompt = copy.deepcopy(tiny.build("llama")), tiny.prompts(1)
     spec = selfspec.wrap(broken, DRAFTERS["exit"]())  # which refuses a model that is broken already
     with torch.no_grad():
         broken.lm_head.weight[3] = NAN

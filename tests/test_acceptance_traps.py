@@ -396,4 +396,4 @@ def test_swapped_thresholds_of_typical_acceptance_show(monkeypatch: pytest.Monke
     monkeypatch.setattr("selfspec.accept.EPSILON", 0.3)
     monkeypatch.setattr("selfspec.accept.DELTA", 0.09)
     with pytest.raises(AssertionError):
-        test_accept.test_typical_acceptance_keeps_what_is_likely_enough(seed=5)
+        test_accept.test_b18_typical_acceptance_keeps_what_is_likely_enough(seed=5)

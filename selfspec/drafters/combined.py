@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,10 @@ class CombinedDrafter:
                     "siblings survive a merge would depend on the tokens that were drawn."
                 )
         self.drafters = list(drafters)
+
+    def __copy__(self) -> CombinedDrafter:
+        """For a request beside another one: parts that remember a text are not shared."""
+        return CombinedDrafter([copy.copy(drafter) for drafter in self.drafters])
 
     @property
     def hidden_taps(self) -> Sequence[int]:

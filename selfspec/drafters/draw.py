@@ -57,7 +57,7 @@ def draw(state: DecodeState, logits: Tensor, drafted: Tensor, count: int) -> tup
     noise = exponential(
         sampler.seeds(state.batch).to(device),
         logits.shape[-1],
-        torch.tensor(state.positions()).to(device),
+        torch.tensor(state.positions(), device=device),
         DRAFT,
         node=drafted.shape[1] + 1,
     )

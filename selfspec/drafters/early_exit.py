@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from selfspec_kernels.draft_topk import MAX_K
 
 from selfspec.drafters.options import check_bool, check_int, check_probability
-from selfspec.drafters.partial import draft_chain
+from selfspec.drafters.partial import check_layers, draft_chain
 from selfspec.patch import LayerPlan
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ class EarlyExitDrafter:
         """Check against a model.
 
         Raises:
-            ValueError: If the model has fewer layers than `exit_layer`.
+            ValueError: If the model has fewer layers than `exit_layer`, or needs all of them.
         """
+        check_layers(architecture)
         count = architecture.num_layers
         if self.exit_layer is not None and self.exit_layer > count:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from selfspec_kernels.draft_topk import MAX_K
 
 from selfspec.drafters.options import check_bool, check_int, check_probability
-from selfspec.drafters.partial import draft_chain
+from selfspec.drafters.partial import check_layers, draft_chain
 from selfspec.patch import LayerPlan
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class LayerSkipDrafter:
         Raises:
             ValueError: If a layer does not exist or a sublayer cannot be left out alone.
         """
+        check_layers(architecture)
         if self.skip_set is None:
             return
         count = architecture.num_layers
@@ -120,6 +121,12 @@ class LayerSkipDrafter:
                     raise ValueError(
                         f"skip_set.{name} has layer {layer}: the model has layers 0..{count - 1}."
                     )
+        borrowers = architecture.borrowers
+        if borrowers and (lenders := sorted(self.skip_set.attention - borrowers)):
+            raise ValueError(
+                f"skip_set.attention has layers {lenders}, whose keys and values later layers may "
+                f"read; in this model only {sorted(borrowers)} can be left out."
+            )
         alone = self.skip_set.attention ^ self.skip_set.mlp
         for layer in sorted(alone):
             if len(architecture.sublayers[layer]) < 2:
@@ -133,7 +140,8 @@ class LayerSkipDrafter:
         num_layers = state.target.architecture.num_layers
         skip = self.skip_set
         if skip is None:
-            skip = SkipSet.layers(range(num_layers // 4, max(1, num_layers - num_layers // 4), 2))
+            middle = range(num_layers // 4, max(1, num_layers - num_layers // 4))
+            skip = SkipSet.layers((sorted(state.target.architecture.borrowers) or middle)[::2])
         plan = LayerPlan(skip_attention=skip.attention, skip_mlp=skip.mlp)
         shared = num_layers if skip.first is None else skip.first
         tokens = min(budget, self.max_draft_tokens)

@@ -23,8 +23,22 @@ from selfspec.tree import Resume, TokenTree
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from selfspec.architectures import Architecture
     from selfspec.readout import Readout
     from selfspec.state import DecodeState
+
+
+def check_layers(architecture: Architecture) -> None:
+    """Refuse a model that does not run without some of its layers.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    if architecture.layers_fault:
+        raise ValueError(
+            f"layers cannot be left out of this model ({architecture.layers_fault}); draft with "
+            "something else, such as NGramDrafter()."
+        )
 
 
 def draft_chain(
@@ -61,6 +75,8 @@ def draft_chain(
     """
     target, cache = state.target, state.cache
     architecture, device = target.architecture, state.root.device
+    if not architecture.resumable:
+        shared = 0
     most = min(branches, budget) if architecture.support == "tree" else 1
     last = architecture.num_layers
     readout = architecture.readout
@@ -78,6 +94,12 @@ def draft_chain(
     log_q: list[Tensor] = []
     for depth in range(1, min(num_tokens, max(rooms) - 1) + 1):
         logits = target.run(tree, 1, cache, plan, with_logits=readout is None)
+        if logits.shape[-1] > target.vocab_size:  # a head padded beyond what can be embedded
+            logits = torch.nn.functional.pad(
+                logits[..., : target.vocab_size],
+                (0, logits.shape[-1] - target.vocab_size),
+                value=-torch.inf,
+            )
         if shared:
             states.append(plan.captured[shared])
         if drawn:

@@ -14,6 +14,6 @@ python="${PYTHON:-python}"
 if [[ " $* " != *" --cpu "* ]]; then
     workers=()
     if "$python" -c "import xdist" 2>/dev/null; then workers=(-n 8); fi
-    timeout 180 "$python" -m pytest -q -x -p no:cacheprovider "${workers[@]}" -m gpu tests/ops/test_gpu.py
+    timeout 180 "$python" -m pytest -q -x -p no:cacheprovider "${workers[@]}" -m gpu tests/ops/test_gpu.py tests/scenarios
 fi
 exec "$python" -m tests.benchmarks.gpu "$@"

@@ -8,7 +8,7 @@ the text. No special token ends a generation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ from transformers import (
     Starcoder2Config,
     T5Config,
 )
+
+from tests.families.shrink import tiny_config
 
 VOCAB = 64
 WINDOW = 8
@@ -285,6 +287,7 @@ _TREE: dict[str, Callable[[], PretrainedConfig]] = {
     "deepseek_v3": _deepseek_v3,
 }
 _CHAIN_ONLY: dict[str, Callable[[], PretrainedConfig]] = {
+    "gpt_neo": partial(tiny_config, "gpt_neo"),
     "bloom": _bloom,
     "mpt": _mpt,
     "falcon_alibi": _falcon_alibi,
@@ -294,12 +297,44 @@ _UNSUPPORTED: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_next": _qwen3_next,
     "t5": _t5,
 }
-_CONFIGS = {**_TREE, **_CHAIN_ONLY, **_UNSUPPORTED}
+# Further types, from their default configurations: what each adds is mostly its own modeling file.
+_MORE: dict[str, str] = {
+    "apertus": "apertus",
+    "arcee": "arcee",
+    "biogpt": "biogpt",  # learned positions, with an offset
+    "codegen": "codegen",  # query, key and value in one, by parts
+    "cohere": "cohere",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
+    "gemma3n": "gemma3n_text",  # its last two layers read the keys of the first two
+    "glm4": "glm4",
+    "glm4_moe": "glm4_moe",
+    "gpt_bigcode": "gpt_bigcode",  # one key head for all
+    "gptj": "gptj",  # no layer of its norm's own: attention and MLP side by side
+    "granitemoe": "granitemoe",
+    "helium": "helium",
+    "moshi": "moshi",  # its window is nowhere but in transformers' cache
+    "nemotron": "nemotron",
+    "olmo": "olmo",
+    "olmo3": "olmo3",
+    "persimmon": "persimmon",
+    "phimoe": "phimoe",
+    "qwen2_moe": "qwen2_moe",
+    "seed_oss": "seed_oss",
+}
+_CONFIGS = {
+    **_TREE,
+    **_CHAIN_ONLY,
+    **_UNSUPPORTED,
+    **{name: partial(tiny_config, kind) for name, kind in _MORE.items()},
+}
 
 TREE: tuple[str, ...] = tuple(_TREE)
 """Rotary or learned positions: the stock forward takes a token tree."""
 CHAIN_ONLY: tuple[str, ...] = tuple(_CHAIN_ONLY)
-"""ALiBi: the bias follows cache slots, so only chains can be verified."""
+"""ALiBi, or a window (gpt_neo): they follow cache slots, so only chains can be verified."""
+MORE: tuple[str, ...] = tuple(_MORE)
+"""Trees, too; tested with fewer drafters."""
 UNSUPPORTED: tuple[str, ...] = tuple(_UNSUPPORTED)
 """Convolutional or recurrent state, and an encoder-decoder."""
 UNPADDED_FLOAT64: tuple[str, ...] = ("gemma2", "bloom", "mpt")
@@ -312,7 +347,7 @@ affected only where its default is eager.)
 
 
 @torch.no_grad()
-def _redraw(model: PreTrainedModel, seed: int) -> None:
+def redraw(model: PreTrainedModel, seed: int) -> None:
     """Draw every weight anew; `initializer_range` misses experts, projections and embeddings."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -338,7 +373,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
     The instance is shared between calls with the same arguments: never change it.
 
     Args:
-        name: A member of `TREE`, `CHAIN_ONLY` or `UNSUPPORTED`.
+        name: A member of `TREE`, `MORE`, `CHAIN_ONLY` or `UNSUPPORTED`.
         dtype: Of the parameters; whatever it is, they hold the float32 weights (exactly in
             float64).
         seed: Of the weights.
@@ -354,10 +389,10 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     weight_seed = seed + _SEED_OFFSET.get(name, 0)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(weight_seed)  # _redraw keeps what transformers drew for vectors
+        torch.manual_seed(weight_seed)  # redraw keeps what transformers drew for vectors
         model = auto.from_config(config, dtype=dtype, **experts)
     if dtype == torch.float32:
-        _redraw(model, weight_seed)
+        redraw(model, weight_seed)
     else:
         model.load_state_dict(build(name, torch.float32, seed).state_dict())
     return model.eval()

@@ -259,6 +259,8 @@ BAD_HEAD = [
     [
         *BAD_HEAD,
         ({"k": 0}, ValueError, r"k=0 is outside of 1\.\.4"),
+        ({"k": True}, TypeError, "k must be an int, got True"),
+        ({"k": 2.0}, TypeError, r"k must be an int, got 2\.0"),
         ({"k": 5}, ValueError, r"k=5 is outside of 1\.\.4"),
         (
             {"k": 65, "head_weight": torch.zeros(99, 8), "head_bias": None, "token_ids": None},

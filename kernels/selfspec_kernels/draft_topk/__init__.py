@@ -61,7 +61,7 @@ def draft_topk(
         largest finite number. A row with no logit above -inf gives the first k tokens, and -inf.
 
     Raises:
-        TypeError: If a dtype is not supported.
+        TypeError: If a dtype is not supported, or `k` is no int.
         ValueError: If shapes, strides or devices do not fit, or a number is out of range.
 
     Example:
@@ -75,6 +75,8 @@ def draft_topk(
         head_weight, norm_weight, norm_eps, norm_offset, head_bias, logit_scale, softcap, token_ids
     )
     head.check("draft_topk", hidden)
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"draft_topk: k must be an int, got {k!r}")
     if not 1 <= k <= min(MAX_K, head.num_tokens):
         raise ValueError(
             f"draft_topk: k={k} is outside of 1..{min(MAX_K, head.num_tokens)}; at most {MAX_K}, "

@@ -32,8 +32,9 @@ def kv_commit(
         keys: One buffer [B, K, S, D] a layer; K, S, D, dtype and device may differ between buffers.
         values: As many buffers as `keys`.
         path: int32 [B, max_depth + 1]; accepted nodes, root first, as `tree_accept` returns them.
-        num_accepted: int32 [B]; accepted nodes without the root.
-        prefix_len: int32 [B]; slot of the root.
+        num_accepted: int32 [B]; accepted nodes without the root, at most max_depth.
+        prefix_len: int32 [B]; slot of the root. These three are not checked against the buffers,
+            which would read them back to the host: every slot they name must exist.
         block_table: int32 [B, P] if buffers are made of pages, [pages, K, page_size, D]: slot s of
             row b is then at `s % page_size` in page `block_table[b, s // page_size]`. No two rows
             may share a page that holds nodes.
