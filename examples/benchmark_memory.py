@@ -1,6 +1,6 @@
 """Measure what a long prompt costs in memory, beside plain `generate`.
 
-    python examples/benchmark_memory.py --output tests/benchmarks/results/cpu/memory.json
+    python examples/benchmark_memory.py --output results/memory.json
 
 A model of SmolLM2-135M's shape with random weights reads 4096 tokens and makes 64, plain, with
 trees of 32 nodes, with early exits and with `wrap(model)` as it is. Every method runs in a process

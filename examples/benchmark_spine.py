@@ -1,6 +1,6 @@
 """Measure what n-gram drafts with the off switch gain, and what they cost where they cannot.
 
-    python examples/benchmark_spine.py --output tests/benchmarks/results/cpu/spine.json
+    python examples/benchmark_spine.py --output results/spine.json
 
 Plain `generate`, `selfspec`, `selfspec` without drafts and transformers' prompt lookup run in one
 process on the same prompts, interleaved, after a warm-up; every figure is a median of ratios

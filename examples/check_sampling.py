@@ -1,6 +1,6 @@
 """Check on a real model that drawn drafts leave the distribution of the text as it is.
 
-    python examples/check_sampling.py --output tests/benchmarks/results/cpu/sampling.json
+    python examples/check_sampling.py --output results/sampling.json
 
 The first three tokens of many sampled continuations of one prompt are compared as triples: two
 independent runs of plain `generate` say how far apart two samples of one distribution are, and a

@@ -18,7 +18,7 @@ from selfspec.cache import AlignedCache, TreeCache
 from selfspec.readout import Readout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -103,7 +103,9 @@ def agree(one: Architecture, other: Architecture) -> bool:
     def parts(found: Architecture) -> list[Any]:
         modules = [*found.layers, *(m for layer in found.sublayers for m, _ in layer)]
         configs = [(id(config), name) for config, name in found.attention_names]
-        return [[id(m) for m in modules], configs, found.windows, found.rope_limit, found.reason]
+        takes = [found.takes_position_ids, found.told_positions, found.takes_logits_to_keep]
+        kinds = [found.cache_argument, found.mask_dtype, found.rope_limit, found.reason]
+        return [[id(m) for m in modules], configs, found.windows, takes, kinds]
 
     return parts(one) == parts(other)
 
@@ -115,7 +117,11 @@ def describe(model: PreTrainedModel) -> Architecture:
         The description; `support` is "none" with a reason if looking was enough to rule it out.
     """
     config = model.config.get_text_config(decoder=True)
-    parameters = _parameters(model)
+    own = inspect.signature(model.forward).parameters
+    parameters: Mapping[str, inspect.Parameter] = own
+    if any(p.kind is p.VAR_KEYWORD for p in own.values()):
+        # One put over the class's, which passes on whatever it is given, takes as much.
+        parameters = {**inspect.signature(type(model).forward).parameters, **own}
     layers = _decoder_layers(model, config)
     description = Architecture(
         layers=layers,
@@ -123,6 +129,8 @@ def describe(model: PreTrainedModel) -> Architecture:
         windows={},
         cache_argument="cache" if "cache" in parameters else "past_key_values",
         takes_position_ids="position_ids" in parameters,
+        # By the signature alone: transformers makes positions for a forward that names them.
+        told_positions="position_ids" in own or "position_ids" not in parameters,
         takes_logits_to_keep="logits_to_keep" in parameters,
         attention_names=[],
         mask_dtype=torch.bool,
@@ -155,14 +163,6 @@ def describe(model: PreTrainedModel) -> Architecture:
         rope_limit=limit,
         rope_dynamic=dynamic,
     )
-
-
-def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """What `forward` takes; one put over it that passes on whatever it is given takes as much."""
-    own = inspect.signature(model.forward).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in own.values()):
-        return {**inspect.signature(type(model).forward).parameters, **own}
-    return own
 
 
 def _decoder_layers(model: nn.Module, config: PretrainedConfig) -> list[nn.Module]:

@@ -1,8 +1,7 @@
 """What becomes of every option of `generate`: the fields of a `GenerationConfig`, the arguments.
 
-`python -m selfspec.generation_options` prints the README's table. The tests hold the table to the
-installed transformers and show every entry; an option that a newer transformers adds is left to its
-loop until it stands here.
+`table()` is the README's. The tests hold it to the installed transformers and show every entry; an
+option that a newer transformers adds is left to its loop until it stands here.
 """
 
 from __future__ import annotations
@@ -203,7 +202,3 @@ def table() -> str:
         entries = [f"`{name}`" + f" ({when})" * bool(when) for name, when in options.items()]
         lines.append(f"| {group} | {', '.join(entries)} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())  # noqa: T201

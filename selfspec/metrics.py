@@ -191,7 +191,7 @@ class SpecStats:
             f"drafts in {self.verifies} of {self.verifies + self.plain_tokens} steps",
             " / ".join(
                 f"{name} {100 * self.seconds.get(name, 0.0) / total:.0f} %"
-                for name in ("draft", "verify")
+                for name in ("draft", "verify", "accept")
             ),
             f"{self.tokens_per_second:.0f} tok/s" + (f" (plain {plain:.0f})" if plain else ""),
         ]

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from selfspec.config import SpecConfig
@@ -20,6 +19,7 @@ from selfspec.detours import option_of_call
 from selfspec.double import Call, adapter_obstacle, check_model, doubled
 from selfspec.drafters import CombinedDrafter, Drafter
 from selfspec.drafters.named import label, resolve
+from selfspec.facade import Facade
 from selfspec.generation_options import other_loop
 from selfspec.metrics import SpecStats
 from selfspec.noise import Generators, Source, check_generator
@@ -76,7 +76,7 @@ def wrap(
     return SpeculativeModel(model, drafter, SpecConfig.from_dict(config))
 
 
-class SpeculativeModel:
+class SpeculativeModel(Facade):
     """A model and its speculative `generate`; made by `wrap`.
 
     Attributes:
@@ -117,9 +117,13 @@ class SpeculativeModel:
                 "model.generate as it is."
             )
         logger.info("%s", self)
-        if compiled_parts(model):
-            name = type(self._decoder_model).__name__
-            logger.warning("selfspec: %s is compiled; requests run it uncompiled.", name)
+        self._warn_of_compiled_code()
+
+    def _warn_of_compiled_code(self) -> None:
+        warning = f"{type(self._decoder_model).__name__} is compiled; requests run it uncompiled"
+        if warning not in self._warned and compiled_parts(self.model):
+            self._warned.add(warning)
+            logger.warning("selfspec: %s.", warning)
 
     def _look(self) -> None:
         """Find out what the model can do, and fit drafter and decoder to it."""
@@ -160,20 +164,27 @@ class SpeculativeModel:
             call = Call(self._decoder_model, self._decode, self._leave)
             with doubled(self.model, call) as double:
                 result = double.generate(*args, **kwargs)
+            if not self._call.seen:
+                self._leave(other_loop(option_of_call(self.model, kwargs)))
+            return result
         finally:
-            unused = self._call.__dict__.pop("generator", None)
-            seen = self._call.__dict__.pop("seen", False)
+            self._call.__dict__.pop("generator", None)
+            self._call.__dict__.pop("seen", None)
             if outer is not None:
                 self._call.seen = outer
-        if unused is not None:  # beams and the like never reach our loop
-            raise ValueError("generator: only greedy and sampled decoding takes one.")
-        if not seen:
-            self._leave(other_loop(option_of_call(self.model, kwargs)))
-        return result
 
     def _leave(self, reason: str) -> None:
-        """Count a request that is left to transformers' own loop; say why, once a reason."""
+        """Count a request that is left to transformers' own loop; say why, once a reason.
+
+        Raises:
+            ValueError: If it cannot be, because of what that loop has not.
+        """
         self._call.seen = True
+        own = self._call.__dict__
+        if own.pop("on_step", None) is not None:
+            raise ValueError(f"stream: this request cannot be decoded in steps: {reason}.")
+        if own.pop("generator", None) is not None:
+            raise ValueError(f"generator: transformers' own loop takes none: {reason}.")
         if self.enabled and reason not in self._warned:
             self._warned.add(reason)
             logger.warning("selfspec: left to transformers' own loop: %s.", reason)
@@ -195,75 +206,16 @@ class SpeculativeModel:
 
         def run(on_step: Callable[[Step], None]) -> None:
             self._call.on_step = on_step
-            self.generate(*args, **kwargs)
-            if "on_step" in self._call.__dict__:  # beams and the like never reach our loop
-                raise ValueError("stream: only greedy and sampled decoding has steps.")
+            try:
+                self.generate(*args, **kwargs)
+            finally:
+                self._call.__dict__.pop("on_step", None)
 
         return stream_steps(run)
 
     def unwrap(self) -> PreTrainedModel:
         """The model. Nothing has to be undone: between calls nothing of ours is on it."""
         return self.model
-
-    @property
-    def config(self) -> Any:
-        """The model's config."""
-        return self.model.config
-
-    @property
-    def generation_config(self) -> GenerationConfig:
-        """The model's default generation config."""
-        return self.model.generation_config
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        device: torch.device = self.model.device
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's dtype."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
-
-    # What transformers' pipelines want of a model besides `generate`.
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        return self.model(*args, **kwargs)
-
-    def can_generate(self) -> bool:
-        """True."""
-        return True
-
-    def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
-        # Pipelines of older transformers settle their options by it.
-        return self._decoder_model._prepare_generation_config(*args, **kwargs)
-
-    @property
-    def hf_device_map(self) -> Any:
-        """The model's, if it is spread over devices; else there is no such attribute."""
-        return self.model.hf_device_map
-
-    @property
-    def input_modalities(self) -> Any:
-        """The model's."""
-        return self.model.input_modalities
-
-    @property
-    def output_modalities(self) -> Any:
-        """The model's."""
-        return self.model.output_modalities
-
-    def to(self, *args: Any, **kwargs: Any) -> SpeculativeModel:
-        """Move or cast the model, in place."""
-        self.model.to(*args, **kwargs)
-        return self
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model."""
-        return self.model.save_pretrained(*args, **kwargs)
 
     def __repr__(self) -> str:
         architecture = self._target.architecture
@@ -313,18 +265,12 @@ class SpeculativeModel:
         if not self._target.is_current:
             self._look()
             logger.info("the model has changed since it was wrapped: %s", self)
-        on_step = self._call.__dict__.pop("on_step", None)
-        generator = self._call.__dict__.pop("generator", None)
         obstacle: str | None = "it is switched off"
         if self.enabled:
             obstacle = adapter_obstacle(self.model, self._decoder_model) or request.obstacle(
                 self._target.architecture, self._target.is_training
             )
         if obstacle is not None:
-            if on_step is not None:
-                raise ValueError(f"stream: this request cannot be decoded in steps: {obstacle}.")
-            if generator is not None:
-                raise ValueError(f"generator: transformers' own loop takes none: {obstacle}.")
             self._leave(obstacle)
             return base._sample(  # type: ignore[attr-defined]
                 double,
@@ -336,6 +282,9 @@ class SpeculativeModel:
                 streamer=streamer,
                 **model_kwargs,
             )
+        self._warn_of_compiled_code()
+        on_step = self._call.__dict__.pop("on_step", None)
+        generator = self._call.__dict__.pop("generator", None)
         stats = SpecStats(requests=1)
         try:
             with self._borrowed_drafter() as drafter:

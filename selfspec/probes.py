@@ -57,7 +57,7 @@ def measure(target: Target) -> Architecture:
         return found
     found = target.architecture = replace(found, told_positions=_told_positions(target))
     try:
-        fault = _block_fault(target)
+        fault = _block_fault(target) or _cache_fault(target)
     except Exception as exception:
         logger.debug("a plain call", exc_info=True)
         fault = f"a call with token ids alone raised {type(exception).__name__}: {exception}"
@@ -119,12 +119,14 @@ def _block_fault(target: Target) -> str:
     return ""
 
 
-def _padding_fault(target: Target) -> str:
-    """Empty if left padding does not change what the model says, with positions that skip it."""
-    if not target.architecture.told_positions:
-        return "the model drops position_ids, so that padding counts as text"
-    found, pads = target.architecture, 3
-    tokens = _ids([*_PROMPT, _TREE[0]], target)
+def _cache_fault(target: Target, pads: int = 0) -> str:
+    """Empty if a token behind transformers' own cache has the logits of the text read at once.
+
+    Args:
+        target: The model.
+        pads: Left padding, with positions that skip it.
+    """
+    found, tokens = target.architecture, _ids([*_PROMPT, _TREE[0]], target)
     truth = target.plain(tokens)
     scale = _gap(truth, target.plain(tokens[:, :-1]))
     ids = torch.nn.functional.pad(tokens, (pads, 0))
@@ -136,7 +138,7 @@ def _padding_fault(target: Target) -> str:
         with patched(target.model, replace(found, attention_names=[])), layer_plan(LayerPlan()):
             for start, stop in ((0, end - 1), (end - 1, end)):
                 arguments: dict[str, Any] = {found.cache_argument: cache}
-                if found.takes_position_ids:
+                if found.takes_position_ids and found.told_positions:
                     arguments["position_ids"] = positions[:, start:stop]
                 output = target.model(
                     input_ids=ids[:, start:stop],
@@ -146,17 +148,26 @@ def _padding_fault(target: Target) -> str:
                 )
         gap = _gap(output.logits[0, -1].float(), truth)
     except Exception as exception:
-        logger.debug("padding", exc_info=True)
-        return f"a call with padding raised {type(exception).__name__}"
+        logger.debug("transformers' own cache", exc_info=True)
+        return f"a call with a cache of transformers' own raised {type(exception).__name__}"
     if not gap <= _TREE_TOLERANCE[target.model.dtype.itemsize < 4] * scale:
-        return "padding changes what the model says"
+        return f"logits behind a cache of transformers' own differ by {gap:.2g}"
     return ""
+
+
+def _padding_fault(target: Target) -> str:
+    """Empty if left padding does not change what the model says."""
+    if not target.architecture.told_positions:
+        return "the model drops position_ids, so that padding counts as text"
+    return "padding changes what the model says" if _cache_fault(target, pads=3) else ""
 
 
 def _told_positions(target: Target) -> bool:
     """Whether positions that `generate` works out reach the model's forward."""
     if not target.architecture.takes_position_ids:
         return True  # and so it never asks for them
+    if not target.architecture.told_positions:
+        return False
     ids = _ids(_PROMPT, target)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     try:
@@ -184,23 +195,25 @@ def _ids(tokens: Sequence[int], target: Target) -> Tensor:
 
 
 def _tree_fault(target: Target, candidate: Architecture) -> str:
-    """Empty if a branching tree gives every path's own logits; else what was wrong."""
+    """Empty if a root alone and a branching tree give every path's logits; else what is wrong."""
     root, tokens = _ids([_TREE[0]], target)[:, 0], _ids(list(_TREE), target)
     tree = TokenTree.from_topology(tokens, list(_PARENTS))
-    rows = {n: _path(n) for n in range(len(_TREE))}
+    nodes, rows = [0, 1, 3, 4], {n: _path(n) for n in range(len(_TREE))}
     truth = torch.stack(
-        [target.plain(_ids([*_PROMPT, *(_TREE[i] for i in rows[n])], target)) for n in (1, 3, 4)]
+        [target.plain(_ids([*_PROMPT, *(_TREE[i] for i in rows[n])], target)) for n in nodes]
     )
     with target.using(candidate):
         calls = target.attention_calls
-        right = _verify(target, tree)[[1, 3, 4]]
+        right = _verify(target, tree)[nodes]
         if candidate.attention_names and target.attention_calls - calls < candidate.num_layers:
             return "attention layers do not consult the attention interface"
         shift = max(1, min(37, candidate.max_positions - len(_PROMPT) - len(_TREE)))
-        shifted = _verify(target, tree, shift)[[1, 3, 4]]
+        shifted = _verify(target, tree, shift)[nodes]
         chain = TokenTree.chain(root, tokens[:, 1:])
-        unmasked = _verify(target, chain)[[1, 3, 4]]
-    error, tolerance = _gap(right, truth), _TREE_TOLERANCE[target.model.dtype.itemsize < 4]
+        unmasked = _verify(target, chain)[nodes]
+        alone = _verify(target, TokenTree.root_only(root))[0]
+    error = torch.maximum(_gap(right, truth), _gap(alone, truth[0]))
+    tolerance = _TREE_TOLERANCE[target.model.dtype.itemsize < 4]
     blind = [
         name
         for name, wrong in (("position_ids", shifted), ("the mask", unmasked))

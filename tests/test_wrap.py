@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -203,3 +204,67 @@ def test_a_list_of_drafters_is_merged(model: Any) -> None:
     spec = selfspec.wrap(model, drafter=drafters)
     assert spec.generate(**prompt, max_new_tokens=30).equal(plain)
     assert spec.stats.mean_accepted_length > 3  # the second one's chain is in the tree
+
+
+# ------------------------------------------------------------------------ changed models
+
+
+def test_a_forward_that_passes_on_whatever_it_is_given() -> None:
+    """Its signature says nothing; plain `generate` then leaves positions out."""
+    model = copy.deepcopy(tiny.build("llama"))
+    before = selfspec.wrap(model, drafter="ngram")
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    for spec in (before, selfspec.wrap(model, drafter=selfspec.EarlyExitDrafter(3, 3, 0.0))):
+        for batch in (1, 3):
+            prompt = tiny.prompts(batch)
+            plain = model.generate(**prompt, max_new_tokens=12)
+            assert spec.generate(**prompt, max_new_tokens=12).equal(plain)
+        assert spec.stats.requests >= 1
+
+
+def test_a_model_that_comes_to_be_unsupported_is_left_to_transformers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    spec, prompt = selfspec.wrap(model, drafter="ngram"), tiny.prompts(1)
+    forward = model.forward
+    model.forward = lambda input_ids, **kwargs: forward(input_ids, **kwargs)
+    model._is_stateful = True
+    plain = model.generate(**prompt, max_new_tokens=6)
+    assert spec.generate(**prompt, max_new_tokens=6).equal(plain)
+    assert spec.stats.fallbacks == 1
+    assert "its state is recurrent" in caplog.text
+    assert "verifies nothing" in repr(spec)
+    del model.forward, model._is_stateful
+    spec.generate(**prompt, max_new_tokens=6)
+    assert spec.stats.requests == 1
+
+
+def test_a_generate_of_the_objects_own_is_called_and_counted() -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    spec, prompt, generate = selfspec.wrap(model, drafter="ngram"), tiny.prompts(1), model.generate
+    model.generate = lambda *args, **kwargs: generate(*args, **{**kwargs, "max_new_tokens": 5})
+    assert spec.generate(**prompt, max_new_tokens=9).shape[1] == 17 + 5
+    assert (spec.stats.requests, spec.stats.fallbacks) == (0, 1)
+    with pytest.raises(ValueError, match="generator: transformers' own loop takes none"):
+        spec.generate(**prompt, generator=torch.Generator())
+
+
+def test_what_other_loops_cannot_do_is_said_before_they_run(model: Any) -> None:
+    spec, prompt = selfspec.wrap(model), tiny.prompts(1)
+    calls: list[int] = []
+    hook = model.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(ValueError, match="takes none: num_beams is 2"):
+            spec.generate(**prompt, num_beams=2, max_new_tokens=9, generator=torch.Generator())
+        with pytest.raises(ValueError, match="in steps: num_beams is 2"):
+            next(spec.stream(**prompt, num_beams=2, max_new_tokens=9))
+    finally:
+        hook.remove()
+    assert not calls
+
+
+def test_what_a_wrapper_lacks_is_said_to_be_the_models(model: Any) -> None:
+    with pytest.raises(AttributeError, match="no attribute 'train'; the model itself is its `mod"):
+        selfspec.wrap(model).train()

@@ -50,7 +50,9 @@ def resolve(drafter: str | Drafter | Sequence[str | Drafter]) -> tuple[Drafter, 
             if isinstance(drafter, type)
             else (f"a {type(drafter).__name__} without {', '.join(missing)}")
         )
-        raise TypeError(f"drafter is {what}.")
+        raise TypeError(
+            f'drafter is {what}. Pass a name ("auto", "none", ...), a drafter or a list of them.'
+        )
     return drafter, False
 
 

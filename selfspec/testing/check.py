@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from selfspec.metrics import SpecStats
 from selfspec.model import wrap
@@ -51,10 +51,16 @@ class DrafterReport:
     rules: tuple[str, ...]
 
     def __str__(self) -> str:
+        nothing = (
+            " · nothing was accepted, so what follows an accepted draft was not checked: pass a "
+            "model and prompts on which some drafts are right"
+        )
         return (
             f"{len(self.rules)} rules hold · {'drawn' if self.drawn else 'deterministic'} drafts · "
             f"tau {self.mean_accepted_length:.2f} · acceptance {self.acceptance_rate:.2f} of "
             f"{self.drafted} · {1e3 * self.seconds_per_draft:.2f} ms a draft"
+            + nothing
+            * (self.acceptance_rate == 0)
         )
 
 
@@ -93,6 +99,11 @@ def check_drafter(
         >>> from selfspec.testing import check_drafter
         >>> print(check_drafter(MyDrafter(), model))
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; check_drafter(drafter, model) takes a model as it "
+            "is, not wrapped."
+        )
     if model.training or model.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"model is in {model.dtype} and training={model.training}: text is compared token for "
@@ -100,6 +111,8 @@ def check_drafter(
         )
     if max_new_tokens < 8:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 8.")
+    if prompts is not None and any(isinstance(row, str) for row in prompts):
+        raise TypeError("prompts must be lists of token ids, not strings.")
     rows = _made_up(model) if prompts is None else [[int(t) for t in row] for row in prompts]
     if len(rows) < 2 or not all(rows):
         raise ValueError("prompts must be two or more lists of token ids, none of them empty.")

@@ -121,7 +121,9 @@ class DrafterError(AssertionError):
 
     def __init__(self, rule: str, name: str, seen: str) -> None:
         holds, remedy = RULES[rule]
-        super().__init__(f"{name} breaks the rule {rule!r}: {holds}. Seen: {seen}. {remedy}")
+        super().__init__(
+            f"{name} breaks the rule {rule!r}: {holds}. Seen: {seen.rstrip('.')}. {remedy}"
+        )
         self.rule, self.seen, self.remedy = rule, seen, remedy
 
 

@@ -42,5 +42,5 @@ def test_stream_raises_what_generate_raises(model: Any) -> None:
         list(spec.stream(**tiny.prompts(1), max_new_tokens=4, not_an_option=1))
     with pytest.raises(ValueError, match="cannot be decoded in steps: use_cache is False"):
         list(spec.stream(**tiny.prompts(1), max_new_tokens=4, use_cache=False))
-    with pytest.raises(ValueError, match="only greedy and sampled decoding has steps"):
+    with pytest.raises(ValueError, match="cannot be decoded in steps: num_beams is 2"):
         list(spec.stream(**tiny.prompts(1), max_new_tokens=4, num_beams=2))

@@ -134,7 +134,7 @@ def test_j7_every_way_to_decode_is_known() -> None:
 def test_j7_the_readme_has_the_table() -> None:
     found = re.search(r"<!-- options -->\n(.*)\n<!-- /options -->", README, flags=re.S)
     assert found, "README.md has no table between <!-- options --> and <!-- /options -->"
-    assert found[1].strip() == table.table(), "write `python -m selfspec.generation_options` there"
+    assert found[1].strip() == table.table(), "write generation_options.table() there"
 
 
 # ------------------------------------------------------------------------ and right
