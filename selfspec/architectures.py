@@ -18,7 +18,7 @@ from selfspec.cache import AlignedCache, TreeCache
 from selfspec.readout import Readout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from transformers import PretrainedConfig, PreTrainedModel
 

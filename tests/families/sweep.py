@@ -233,6 +233,25 @@ def verdict(row: dict[str, Any]) -> str:
     return "; ".join(v if v == "same" else f"{n}x {v}" for v, n in kinds.most_common())
 
 
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Types by what holds for them: names alone where every text is plain's own."""
+    same: dict[str, list[str]] = {}
+    others: dict[str, dict[str, str]] = {}
+    for row in rows:
+        note = verdict(row)
+        if note == "same":
+            same.setdefault(row["support"], []).append(row["type"])
+        else:
+            others.setdefault(row["support"], {})[row["type"]] = note or row["reason"]
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "identical": same,
+        "otherwise": others,
+    }
+
+
 def is_defect(row: dict[str, Any]) -> bool:
     """Whether a wrapped model gives another text, or does not survive being wrapped."""
     return row["support"] == "?" or any(
@@ -247,7 +266,7 @@ def main() -> int:
     parser.add_argument("--transformers", metavar="VERSION", help="install and use this version")
     parser.add_argument("--target", type=Path, help="where to install it; by default temporary")
     parser.add_argument("--seconds", type=float, default=300, help="time limit of a type")
-    parser.add_argument("--json", type=Path, help="write the rows here, too")
+    parser.add_argument("--json", type=Path, help="write a summary here, too")
     options = parser.parse_args()
     if options.transformers and options.transformers != transformers.__version__:
         return _with_version(options.transformers, options.target)
@@ -264,13 +283,7 @@ def main() -> int:
     counts = Counter(row["support"] for row in rows)
     _say(f"transformers {transformers.__version__}: {dict(counts)}; defects: {defects or 'none'}")
     if options.json:
-        report = {
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        options.json.write_text(json.dumps(summary(rows), indent=1) + "\n")
     return bool(defects)
 
 

@@ -26,7 +26,6 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
-    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -40,7 +39,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
-    Qwen3NextConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -224,26 +222,6 @@ def _falcon_alibi() -> PretrainedConfig:
     )
 
 
-def _lfm2() -> PretrainedConfig:
-    return Lfm2Config(**_GQA, layer_types=["conv", "full_attention"] * 2)
-
-
-def _qwen3_next() -> PretrainedConfig:
-    return Qwen3NextConfig(
-        **_GQA,
-        head_dim=16,
-        layer_types=["linear_attention", "full_attention"] * 2,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-
-
 def _t5() -> PretrainedConfig:
     # Scores are not scaled by the head size; narrow heads keep them soft.
     return T5Config(
@@ -292,51 +270,29 @@ _CHAIN_ONLY: dict[str, Callable[[], PretrainedConfig]] = {
     "mpt": _mpt,
     "falcon_alibi": _falcon_alibi,
 }
-_UNSUPPORTED: dict[str, Callable[[], PretrainedConfig]] = {
-    "lfm2": _lfm2,
-    "qwen3_next": _qwen3_next,
-    "t5": _t5,
-}
-# Further types, from their default configurations: what each adds is mostly its own modeling file.
-_MORE: dict[str, str] = {
-    "apertus": "apertus",
-    "arcee": "arcee",
-    "biogpt": "biogpt",  # learned positions, with an offset
-    "codegen": "codegen",  # query, key and value in one, by parts
-    "cohere": "cohere",
-    "ernie4_5": "ernie4_5",
-    "exaone4": "exaone4",
-    "gemma3n": "gemma3n_text",  # its last two layers read the keys of the first two
-    "glm4": "glm4",
-    "glm4_moe": "glm4_moe",
-    "gpt_bigcode": "gpt_bigcode",  # one key head for all
-    "gptj": "gptj",  # no layer of its norm's own: attention and MLP side by side
-    "granitemoe": "granitemoe",
-    "helium": "helium",
-    "moshi": "moshi",  # its window is nowhere but in transformers' cache
-    "nemotron": "nemotron",
-    "olmo": "olmo",
-    "olmo3": "olmo3",
-    "persimmon": "persimmon",
-    "phimoe": "phimoe",
-    "qwen2_moe": "qwen2_moe",
-    "seed_oss": "seed_oss",
-}
+_UNSUPPORTED: dict[str, Callable[[], PretrainedConfig]] = {"t5": _t5}
+MORE: tuple[str, ...] = (
+    *("apertus", "arcee", "biogpt", "codegen", "cohere", "ernie4_5", "exaone4", "glm4", "glm4_moe"),
+    *("gptj", "granitemoe", "helium", "nemotron", "olmo", "olmo3", "persimmon", "phimoe"),
+    *("qwen2_moe", "seed_oss"),
+    "gemma3n_text",  # its last two layers read the keys of the first two
+    "gpt_bigcode",  # one key head for all
+    "moshi",  # its window is nowhere but in transformers' cache
+)
+"""Trees, too, from default configurations that were made small; tested with fewer drafters."""
 _CONFIGS = {
     **_TREE,
     **_CHAIN_ONLY,
     **_UNSUPPORTED,
-    **{name: partial(tiny_config, kind) for name, kind in _MORE.items()},
+    **{kind: partial(tiny_config, kind) for kind in MORE},
 }
 
 TREE: tuple[str, ...] = tuple(_TREE)
 """Rotary or learned positions: the stock forward takes a token tree."""
 CHAIN_ONLY: tuple[str, ...] = tuple(_CHAIN_ONLY)
 """ALiBi, or a window (gpt_neo): they follow cache slots, so only chains can be verified."""
-MORE: tuple[str, ...] = tuple(_MORE)
-"""Trees, too; tested with fewer drafters."""
 UNSUPPORTED: tuple[str, ...] = tuple(_UNSUPPORTED)
-"""Convolutional or recurrent state, and an encoder-decoder."""
+"""An encoder-decoder. (Recurrent state: see `shrink.tiny_config`.)"""
 UNPADDED_FLOAT64: tuple[str, ...] = ("gemma2", "bloom", "mpt")
 """Families whose stock float64 logits are NaN in left-padded rows: use `prompts(ragged=False)`.
 
