@@ -20,7 +20,7 @@ import torch
 from selfspec_kernels import row_stats, tree_accept, tree_accept_sampled
 from torch import Tensor
 
-from selfspec.sampling import argmax
+from selfspec.sampling import first_choice
 from selfspec.state import Acceptance
 from selfspec.topology import ancestor_mask
 
@@ -77,7 +77,7 @@ def _follow_choices(
 ) -> Acceptance:
     """All choices at once, then one walk on the device."""
     if sampler.is_argmax:
-        return follow(tree, argmax(logits))  # casting the logits could not change it
+        return follow(tree, first_choice(logits))
     scores = sampler.scores(logits)
     positions = state.positions()
     at = torch.tensor(positions, device=logits.device)[:, None] + tree.depth.to(logits.device)
@@ -214,6 +214,7 @@ def _walk(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState)
     tokens, parents, counts = tree.tokens.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
     prefixes = [state.prefix(b) for b in range(batch)]
     node, paths, next_token = [0] * batch, [[0] for _ in range(batch)], [0] * batch
+    walked: list[list[int]] = [[] for _ in range(batch)]
     kept = None
     active = [b for b in range(batch) if not state.frozen[b]]
     rows = torch.arange(batch, device=logits.device)
@@ -239,7 +240,9 @@ def _walk(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState)
                 ),
                 None,
             )
-            if child is None:
+            walked[b].append(chosen[b])
+            # A token that ends the text is the last one that processors may hear of.
+            if child is None or sampler.ends(state, b, walked[b]):
                 next_token[b] = chosen[b]
                 continue
             node[b] = child

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from selfspec.state import TargetOutput
     from selfspec.step import Step
     from selfspec.target import Target
+
+
+_ENDLESS = 1 << 30  # tokens; positions are int32, with room for a draft
 
 
 class Decoder:
@@ -89,6 +93,7 @@ class Decoder:
         architecture = self.target.architecture
         batch = request.batch
         source.check(batch)
+        stops = StopRules(request.criteria, batch)
         sampler = Sampler(
             request.processors,
             options.do_sample,
@@ -96,13 +101,15 @@ class Decoder:
             keep_logits=options.return_dict_in_generate and options.output_logits,
             rule=self.options.acceptance,
             source=source,
+            ends=stops.ends,
         )
-        stops = StopRules(request.criteria, batch)
         pad = options._pad_token_tensor
         columns = ColumnStreamer(streamer, batch, 0 if pad is None else int(pad))
-        if streamer is not None and stops.others:
+        if streamer is not None and (stops.others or sampler.stateful):
             stops.on_token = columns.put_token
-        limit = stops.max_length or options.max_length
+        # Whatever it is, and however large: plain `generate` makes one token before it looks.
+        limit = min(math.ceil(min(stops.max_length or options.max_length, _ENDLESS)), _ENDLESS)
+        limit = max(limit, request.input_ids.shape[1] + 1)
         longest = request.slots + max(limit - request.input_ids.shape[1], 0)
         taps = frozenset(drafter.hidden_taps)
         clock, record = Clock(), Record(batch)
@@ -123,15 +130,20 @@ class Decoder:
             )
             run = speculate(state, prompt, verify, drafter, controller, sampler, stops, clock)
             del prompt
-            for step in run:
-                stats.count(step)
-                record.add(step)
-                ends = stops.last_length
-                most_columns = None if ends is None else ends - state.prompt_length
-                if stops.on_token is None:
-                    columns.put(step, state.frozen, most_columns)
-                if on_step is not None:
-                    on_step(step)
+            try:
+                for step in run:
+                    stats.count(step)
+                    record.add(step)
+                    ends = stops.last_length
+                    most_columns = None if ends is None else ends - state.prompt_length
+                    if stops.on_token is None:
+                        columns.put(step, state.frozen, most_columns)
+                    if on_step is not None:
+                        on_step(step)
+            except RuntimeError as error:
+                if isinstance(error.__cause__, StopIteration):  # a generator may not raise it
+                    raise error.__cause__ from None
+                raise
             columns.end()
             length = stops.final_length(state)
             returned = None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from selfspec.accept import follow
-from selfspec.sampling import argmax
+from selfspec.sampling import first_choice
 from selfspec.state import TargetOutput
 from selfspec.step import step_table
 from selfspec.topology import WORD_BITS
@@ -84,7 +84,7 @@ class FixedStep:
         output = self.target.verify(self.tree, self.cache, self.taps)
         if not self.greedy:
             return output
-        acceptance = follow(self.tree, argmax(output.logits))
+        acceptance = follow(self.tree, first_choice(output.logits))
         self.cache.move(acceptance.path, acceptance.num_accepted, self.cache.prefix_len)
         table = step_table(self.tree, acceptance)
         return replace(output, acceptance=replace(acceptance, in_place=True, table=table))

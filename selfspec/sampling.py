@@ -20,6 +20,8 @@ from transformers.generation import logits_process as hf
 from selfspec.noise import Noise, Source
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from selfspec.config import Rule
     from selfspec.state import DecodeState
 
@@ -111,6 +113,7 @@ class Sampler:
         keep_logits: Whether the logits under them will be.
         rule: How drafts are taken when tokens are drawn; see `SpecConfig.acceptance`.
         source: Where random numbers come from; torch's own generator by default.
+        ends: Whether the last of some new tokens of a row ends it; see `StopRules.ends`.
     """
 
     def __init__(
@@ -122,8 +125,10 @@ class Sampler:
         keep_logits: bool = False,
         rule: Rule = "traversal",
         source: Source | None = None,
+        ends: Callable[[DecodeState, int, list[int]], bool] = lambda state, b, new: False,
     ) -> None:
         self.rule: Rule = rule
+        self.ends = ends
         self.stateful = stateful_processor(processors) is not None
         self.processors = processors
         self.do_sample = do_sample
@@ -250,6 +255,14 @@ def argmax(scores: Tensor) -> Tensor:
     if on_kernels(scores):
         return row_stats(scores).argmax
     return scores.max(dim=-1).indices  # on a CPU several times as fast as argmax
+
+
+def first_choice(logits: Tensor) -> Tensor:
+    """The greedy choice where nothing processes the logits.
+
+    Transformers makes it in float32, where logits can be tied that are not in float64.
+    """
+    return argmax(logits.float() if logits.dtype is torch.float64 else logits)
 
 
 def on_kernels(logits: Tensor) -> bool:

@@ -37,8 +37,8 @@ class StopRules:
 
     Attributes:
         others: The criteria that transformers did not make; they need a batch of one row.
-        on_token: Called with every token that they are asked about, when `generate` would stream
-            it: a streamer and a criterion may be in league.
+        on_token: Called with every token of the only row when `generate` would stream it: a
+            streamer may be in league with a criterion, or a processor.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, batch: int) -> None:
@@ -66,6 +66,9 @@ class StopRules:
         self.batch = batch
         self.last_length: int | None = None  # of the sequences, once it is known before they end
         self.stopped_at: list[int | None] = [None] * batch
+        # Within a step: answers by row and length, and whether time is up, the same for all rows.
+        self._answers: dict[tuple[int, int], bool] = {}
+        self._late: bool | None = None
 
     @property
     def may_look_across_rows(self) -> str | None:
@@ -79,35 +82,59 @@ class StopRules:
             state: The rows before them.
             proposed: New tokens of every row; none for a frozen row.
         """
-        late = any(bool(c(torch.empty(1, 0), None).all()) for c in self._times)
         rows = [
             tokens[: state.limit - length]
             for tokens, length in zip(proposed, state.length, strict=True)
         ]
         hits = self._string_ends(state, rows) if self._strings else set()
-        return [self._cut_row(state, b, tokens, late, hits) for b, tokens in enumerate(rows)]
+        kept = [self._cut_row(state, b, tokens, hits) for b, tokens in enumerate(rows)]
+        self._answers.clear()
+        self._late = None
+        return kept
+
+    def ends(self, state: DecodeState, b: int, new: list[int]) -> bool:
+        """Whether the last of `new` tokens ends row b, for whoever needs to know before `cut`.
+
+        Asked about every token in turn, so that a processor that keeps a state meets criteria and
+        streamers in the order in which they meet in plain `generate`.
+        """
+        if self.stopped_at[b] is not None and not self.pads_finished_rows:
+            return False
+        rows = [new if row == b else [] for row in range(self.batch)]
+        hit = bool(self._strings) and (b, len(new) - 1) in self._string_ends(state, rows)
+        return self._answer(state, b, new, hit) and (self.pads_finished_rows or self.batch == 1)
 
     def _cut_row(
-        self, state: DecodeState, b: int, tokens: list[int], late: bool, hits: set[tuple[int, int]]
+        self, state: DecodeState, b: int, tokens: list[int], hits: set[tuple[int, int]]
     ) -> list[int]:
         if self.stopped_at[b] is not None and not self.pads_finished_rows:
             return tokens
-        for i, token in enumerate(tokens):
-            length = state.length[b] + i + 1
-            asked = bool(self.others) and self._ask_others(state, b, tokens[: i + 1])
-            at_end = self.max_length is not None and length >= self.max_length
-            if asked or at_end or late or (b, i) in hits or token in self.eos:
-                self.stopped_at[b] = length
+        for i in range(len(tokens)):
+            if self._answer(state, b, tokens[: i + 1], (b, i) in hits):
+                self.stopped_at[b] = state.length[b] + i + 1
                 if self.pads_finished_rows or self.batch == 1:
                     return tokens[: i + 1]
                 break
         return tokens
 
+    def _answer(self, state: DecodeState, b: int, new: list[int], hit: bool) -> bool:
+        """Ask everything about the last of `new`, once; `hit`: whether a stop string ends there."""
+        length = state.length[b] + len(new)
+        if (b, length) not in self._answers:
+            # All of them, whatever the first one says: one may count its calls.
+            asked = self._ask_others(state, b, new)
+            if self._late is None:
+                self._late = any(bool(c(torch.empty(1, 0), None).all()) for c in self._times)
+            at_end = self.max_length is not None and length >= self.max_length
+            self._answers[b, length] = asked or self._late or at_end or hit or new[-1] in self.eos
+        return self._answers[b, length]
+
     def _ask_others(self, state: DecodeState, b: int, new: list[int]) -> bool:
         if self.on_token is not None and not _ASKED_FIRST:
             self.on_token(new[-1])
-        # All of them, whatever the first one says: one may count its calls.
-        answer = bool(self.others(state.prefix(b, new)[None], None).all())
+        answer = False
+        if self.others:
+            answer = bool(self.others(state.prefix(b, new)[None], None).all())
         if self.on_token is not None and _ASKED_FIRST:
             self.on_token(new[-1])
         return answer
