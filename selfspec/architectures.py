@@ -15,10 +15,11 @@ from transformers.generation import GenerationMixin
 
 from selfspec.attention import PREFIX, register_over
 from selfspec.cache import AlignedCache, TreeCache
+from selfspec.patch import own_forward
 from selfspec.readout import Readout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -48,6 +49,7 @@ class Architecture:
             "dynamic"), or None.
         rope_dynamic: True if frequencies keep changing after `rope_limit`.
         max_positions: Positions the model was made for.
+        embeddings: Returns the input embeddings, which may be resized.
         support: "tree", "chain" or "none".
         reason: Why not more.
         readout: From the last layer's output to draft tokens without the model's own head, or None.
@@ -55,6 +57,9 @@ class Architecture:
         borrowers: Layers without keys and values of their own: they read those of earlier layers.
         padding_fault: Why padded batches are not for us; empty if they are.
         layers_fault: Why no layer can be left out; empty if layers can.
+        position_limit: Positions that drafts may have: those of the table, which may be learned.
+            Where they are computed from frequencies there is no end to them.
+        overrides: What has been put over modules and methods (hooks, a `forward`), to be compared.
     """
 
     layers: list[nn.Module]
@@ -68,6 +73,7 @@ class Architecture:
     rope_limit: int | None
     rope_dynamic: bool
     max_positions: int
+    embeddings: Callable[[], nn.Module]
     support: Support = "none"
     reason: str = ""
     readout: Readout | None = None
@@ -76,11 +82,19 @@ class Architecture:
     layers_fault: str = ""
     told_positions: bool = True
     padding_fault: str = ""
+    position_limit: int = 1 << 30
+    overrides: tuple[Any, ...] = ()
 
     @property
     def num_layers(self) -> int:
         """L."""
         return len(self.layers)
+
+    @property
+    def vocabulary(self) -> range:
+        """Ids that can be embedded."""
+        weight: Any = self.embeddings().weight
+        return range(weight.shape[0])
 
     def slides_past(self, slots: int) -> bool:
         """Whether a token after `slots` others no longer sees them all, in any layer.
@@ -94,18 +108,19 @@ class Architecture:
     def new_cache(self, batch: int, *, reserve: int, longest: int, extra: int = 64) -> TreeCache:
         """An empty cache of the layout that this model needs; arguments as for `TreeCache`."""
         kind = AlignedCache if self.support == "chain" else TreeCache
-        return kind(self.num_layers, batch, reserve=reserve, longest=longest, extra=extra)
+        sizes = {"reserve": reserve, "longest": longest, "extra": extra}
+        return kind(self.num_layers, batch, positions=self.position_limit, **sizes)
 
 
 def agree(one: Architecture, other: Architecture) -> bool:
-    """Whether two descriptions (nothing measured) are of the same layers, windows and configs."""
+    """Whether two descriptions (nothing measured) are of the same layers, hooks and configs."""
 
     def parts(found: Architecture) -> list[Any]:
         modules = [*found.layers, *(m for layer in found.sublayers for m, _ in layer)]
         configs = [(id(config), name) for config, name in found.attention_names]
         takes = [found.takes_position_ids, found.told_positions, found.takes_logits_to_keep]
         kinds = [found.cache_argument, found.mask_dtype, found.rope_limit, found.reason]
-        return [[id(m) for m in modules], configs, found.windows, takes, kinds]
+        return [[id(m) for m in modules], configs, found.windows, takes, kinds, found.overrides]
 
     return parts(one) == parts(other)
 
@@ -122,10 +137,13 @@ def describe(model: PreTrainedModel) -> Architecture:
     if any(p.kind is p.VAR_KEYWORD for p in own.values()):
         # One put over the class's, which passes on whatever it is given, takes as much.
         parameters = {**inspect.signature(type(model).forward).parameters, **own}
-    layers = _decoder_layers(model, config)
+    place, layers = _decoder_layers(model, config)
+    sublayers = [_sublayers(layer) for layer in layers]
+    inner = [*layers, *(module for pairs in sublayers for module, _ in pairs)]
     description = Architecture(
         layers=layers,
-        sublayers=[_sublayers(layer) for layer in layers],
+        sublayers=sublayers,
+        overrides=_overrides(model, [*_around(model, place), *inner]),
         windows={},
         cache_argument="cache" if "cache" in parameters else "past_key_values",
         takes_position_ids="position_ids" in parameters,
@@ -137,6 +155,7 @@ def describe(model: PreTrainedModel) -> Architecture:
         rope_limit=None,
         rope_dynamic=False,
         max_positions=getattr(config, "max_position_embeddings", None) or 1 << 30,
+        embeddings=model.get_input_embeddings,
     )
     reason = _ruled_out(model, config, layers, description.cache_argument in parameters)
     if reason:
@@ -162,15 +181,43 @@ def describe(model: PreTrainedModel) -> Architecture:
         mask_dtype=model.dtype if original == "eager" else torch.bool,
         rope_limit=limit,
         rope_dynamic=dynamic,
+        position_limit=1 << 30 if _computes_positions(model) else description.max_positions,
     )
 
 
-def _decoder_layers(model: nn.Module, config: PretrainedConfig) -> list[nn.Module]:
+def _decoder_layers(model: nn.Module, config: PretrainedConfig) -> tuple[str, list[nn.Module]]:
+    """Name of the list, and what is in it."""
     count = getattr(config, "num_hidden_layers", None)
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count and "vision" not in name:
-            return list(module)
-    return []
+            return name, list(module)
+    return "", []
+
+
+def _around(model: PreTrainedModel, place: str) -> Iterator[nn.Module]:
+    """The model, what it has on the way to its layers, and what is beside them: norm and head."""
+    owner: Any = model
+    yield owner
+    for name in place.split("."):
+        yield from owner.children()
+        owner = getattr(owner, name, owner)
+    if (head := model.get_output_embeddings()) is not None:
+        yield head
+
+
+def _overrides(model: PreTrainedModel, modules: list[nn.Module]) -> tuple[Any, ...]:
+    """What tells hooks and forwards of today from those of another day, without holding them.
+
+    Hooks are numbered by torch, once and for all.
+    """
+    found: list[Any] = [id(type(model).prepare_inputs_for_generation)]
+    for i, module in enumerate(modules):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if hooks:
+                found.append((i, *hooks))
+        if "forward" in module.__dict__ and (forward := own_forward(module)) is not None:
+            found.append((i, id(forward)))
+    return tuple(found)
 
 
 def _sublayers(layer: nn.Module) -> list[tuple[nn.Module, bool]]:
@@ -224,6 +271,10 @@ def _windows(config: PretrainedConfig) -> dict[str, int]:
     if types is None:
         return {"sliding_attention" if size else "full_attention": size}
     return {kind: size if kind == "sliding_attention" else 0 for kind in sorted(set(types))}
+
+
+def _computes_positions(model: nn.Module) -> bool:
+    return any(name.endswith("inv_freq") for m in model.modules() for name in m._buffers)
 
 
 def _rope_limit(config: PretrainedConfig) -> tuple[int | None, bool]:

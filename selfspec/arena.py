@@ -85,6 +85,7 @@ class Arena:
                 capacity=-(-(likely + self.most_nodes) // _GRAIN) * _GRAIN,
                 extra=self.most_nodes,
                 device=self.target.device,
+                positions=self.target.architecture.position_limit,
             )
             self.steps, self._state = FixedSteps(self.target, cache), state
         assert self.steps is not None

@@ -8,114 +8,16 @@ token, which is what `DynamicCache` does in every layer of every step.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from selfspec_kernels.kv_commit import kv_commit
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from selfspec.tree_layer import TreeLayer
 
 _GRAIN = 256  # slots; shorter caches double, longer ones grow by no less
-
-
-class TreeLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, K, capacity, D]; where they go is the cache's decision."""
-
-    is_sliding = False
-    is_croppable = False
-
-    def __init__(self, cache: TreeCache) -> None:
-        super().__init__()
-        # Weak: a cycle would keep all keys and values until the garbage collector looks for cycles,
-        # which it does by the number of objects, not by their size.
-        self._cache = weakref.ref(cache)
-        self.filled = 0  # slots used while prefilling
-        self._borrower: tuple[DynamicLayer, int] | None = None
-
-    @property
-    def cache(self) -> TreeCache:
-        """The cache that this is a layer of."""
-        cache = self._cache()
-        assert cache is not None
-        return cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate on the device and in the dtype of the first states."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = (self._allocate(s) for s in (key_states, value_states))
-        self.is_initialized = True
-
-    def _allocate(self, like: Tensor) -> Tensor:
-        # Zeros, not empty: a masked slot is multiplied by 0, and 0 * NaN would reach real rows. Not
-        # an inference tensor: a cache made inside `torch.inference_mode()` may outlive it.
-        batch, heads, _, size = like.shape
-        with torch.inference_mode(False):
-            return like.new_zeros(batch, heads, self.cache.capacity, size)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write new states and return every slot up to the last one written."""
-        cache = self.cache
-        if cache.window is None:  # prefill, possibly in chunks: append
-            start, end, slots = self.filled, self.filled + key_states.shape[2], None
-            cache.reserve(end)
-            self.filled = end
-        else:
-            start, end, slots = cache.window
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] < cache.capacity:
-            self.keys = self._grow(self.keys)  # one at a time: the old ones go in between
-            self.values = self._grow(self.values)
-            self._renew_loan()
-        if slots is None:
-            self.keys[:, :, start:end] = key_states
-            self.values[:, :, start:end] = value_states
-        else:
-            rows, slots = cache.rows.to(self.device), slots.to(self.device)
-            self.keys[rows, :, slots] = key_states.transpose(1, 2)
-            self.values[rows, :, slots] = value_states.transpose(1, 2)
-        return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grow(self, old: Tensor) -> Tensor:
-        new = self._allocate(old)
-        new[:, :, : old.shape[2]] = old
-        return new
-
-    def load(self, layer: DynamicLayer, lend: bool) -> None:
-        """Copy a user's layer, and perhaps let it be a view of the copy: one of them is enough."""
-        self.update(layer.keys, layer.values)
-        if lend:
-            self._borrower = layer, self.filled
-            self._renew_loan()
-
-    def _renew_loan(self) -> None:
-        if self._borrower is not None:
-            layer, length = self._borrower
-            layer.keys, layer.values = self.keys[:, :, :length], self.values[:, :, :length]
-
-    def release(self) -> None:
-        """Drop keys and values."""
-        del self.keys, self.values
-        self.is_initialized = False
-
-    def get_seq_length(self) -> int:
-        """Slots before the tokens of the current call."""
-        return self.filled if self.cache.window is None else self.cache.window[0]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(number of key slots the next call sees, offset of the first)."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: grows as needed (the name since transformers 5.13)."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """-1: grows as needed (the name up to transformers 5.12)."""
-        return -1
 
 
 class TreeCache(Cache):
@@ -131,14 +33,23 @@ class TreeCache(Cache):
         reserve: Slots to allocate at first (prompt, one tree and some room).
         longest: Slots that the longest sequence can come to fill.
         extra: Slots a tree may need beyond those; growth is geometric up to `longest + extra`.
+        positions: Positions that drafts may have.
     """
 
     keeps_slots = True  # a committed token stays where it is
 
     def __init__(
-        self, num_layers: int, batch: int, *, reserve: int, longest: int, extra: int = 64
+        self,
+        num_layers: int,
+        batch: int,
+        *,
+        reserve: int,
+        longest: int,
+        extra: int = 64,
+        positions: int = 1 << 30,
     ) -> None:
         self.longest = longest
+        self.positions = positions
         self.limit = longest + extra
         self.capacity = min(reserve, self.limit)
         self.batch = batch
@@ -159,7 +70,7 @@ class TreeCache(Cache):
         return len(set(self.lengths)) == 1
 
     def placement(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Committed tokens of every row, and the position of the last token it can come to have.
+        """Committed tokens of every row, and the last position that its nodes may have.
 
         Nodes beyond that position (padding, or drafts too long for their row) are never emitted,
         but must not run off a table of learned positions either.
@@ -167,9 +78,16 @@ class TreeCache(Cache):
         Returns:
             Two int32 [B] on `device`.
         """
-        last = [self.longest - 1 - pad for pad in self.pads]
-        lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cpu")
-        return lengths.to(device), torch.tensor(last, dtype=torch.int32, device="cpu").to(device)
+        both = torch.tensor([self.lengths, self.last_positions()], dtype=torch.int32, device="cpu")
+        lengths, last = both.to(device)
+        return lengths, last
+
+    def last_positions(self) -> list[int]:
+        """See `placement`; a root stays where it is, and fails there if it fails in plain."""
+        return [
+            max(min(self.longest - pad, self.positions) - 1, length)
+            for pad, length in zip(self.pads, self.lengths, strict=True)
+        ]
 
     @property
     def filled_layers(self) -> list[TreeLayer]:
@@ -190,7 +108,8 @@ class TreeCache(Cache):
         """Start from a user's cache of plain full-attention layers.
 
         Where tokens keep their slots its layers become views of ours: they hold what they held, and
-        memory holds it once.
+        memory holds it once. After an exception they still do: what transformers would have added
+        by then is a token at a time, what we have by then is not.
 
         Args:
             cache: The user's.
@@ -306,6 +225,9 @@ class TreeCache(Cache):
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
         return result
 
+    def mix(self) -> None:
+        """Learn that a layer has met states of another dtype than its own."""
+
     def release(self, layer: TreeLayer) -> None:
         """Drop what a layer holds, once it has been handed over."""
         layer.release()
@@ -374,12 +296,3 @@ class AlignedCache(TreeCache):
         """Committed keys and values of one row, each [K, length, D]."""
         start = self.end - self.lengths[b]
         return layer.keys[b, :, start : self.end], layer.values[b, :, start : self.end]
-
-
-def continuable(cache: Cache) -> bool:
-    """Whether a user's cache can be continued: every layer plain, full attention, on its device."""
-    return (
-        isinstance(cache, DynamicCache)
-        and not getattr(cache, "offloading", False)
-        and all(type(layer) is DynamicLayer for layer in cache.layers)
-    )

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from selfspec.facade import Facade
 from selfspec.generation_options import other_loop
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ def detours(base: type, call_of: Callable[[Any], Call]) -> dict[str, Any]:
 
     Beam search and assisted decoding are announced. They run with the model itself for `self`, as
     does token healing, because they may call `generate` again: an early exit of transformers' would
-    draft with our loop, on a model that has been cut short for the time being.
+    draft with our loop, on a model that has been cut short for the time being. A `custom_generate`
+    is given the model, too, and a wrapper that is to assist is its model.
 
     Args:
         base: The model's class.
@@ -37,8 +39,21 @@ def detours(base: type, call_of: Callable[[Any], Call]) -> dict[str, Any]:
 
         return run
 
+    kind: Any = base  # its `generate` may be replaced later on
+
+    @functools.wraps(kind.generate)
+    def generate(double: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(assistant := kwargs.get("assistant_model"), Facade):
+            kwargs["assistant_model"] = assistant.model
+        if kwargs.get("custom_generate") is None:
+            return kind.generate(double, *args, **kwargs)
+        call = call_of(double)
+        call.leave(other_loop(kwargs.get))
+        return kind.generate(call.model, *args, **kwargs)
+
     names = {"_beam_search": True, "_assisted_decoding": True, "heal_tokens": False}
-    return {n: on_the_model(n, told) for n, told in names.items() if hasattr(base, n)}
+    found = {n: on_the_model(n, told) for n, told in names.items() if hasattr(base, n)}
+    return {**found, "generate": generate}
 
 
 def option_of_call(model: Any, kwargs: dict[str, Any]) -> Callable[[str], Any]:

@@ -136,7 +136,13 @@ def _delegate(kind: type) -> str | None:
 
 
 def adapter_obstacle(model: Any, decoder: Any) -> str | None:
-    """Why requests cannot be decoded in blocks with the adapters that are active, or None."""
+    """Why requests cannot be decoded in blocks with the adapters that are active, or None.
+
+    The same for methods that do between steps what a block has no place for.
+    """
+    update = getattr(decoder, "_update_model_kwargs_for_generation")  # noqa: B009
+    if not update.__module__.startswith("transformers."):
+        return "the model updates its inputs between steps in a way of its own"
     prepare = decoder.__dict__.get("prepare_inputs_for_generation")
     own = type(decoder).prepare_inputs_for_generation
     if prepare is not None and getattr(prepare, "__func__", prepare) is not own:

@@ -27,17 +27,28 @@ class FixedCache(TreeCache):
         capacity: Slots of a row.
         extra: The last so many slots are for the nodes of trees alone.
         device: Where the bookkeeping lies: the device of all layers.
+        positions: Positions that drafts may have.
     """
 
     is_even = False  # the lengths may differ at the next replay
     keeps_slots = False  # the next request will fill them
 
     def __init__(
-        self, num_layers: int, batch: int, *, capacity: int, extra: int, device: torch.device
+        self,
+        num_layers: int,
+        batch: int,
+        *,
+        capacity: int,
+        extra: int,
+        device: torch.device,
+        positions: int = 1 << 30,
     ) -> None:
-        super().__init__(num_layers, batch, reserve=capacity, longest=capacity - extra, extra=extra)
+        sizes = {"reserve": capacity, "longest": capacity - extra, "extra": extra}
+        super().__init__(num_layers, batch, positions=positions, **sizes)
         self.extra = extra
         self.generation = 0
+        self._mixed = False
+        self._told: list[int] = []  # what `last` holds
         # They outlive a user's `torch.inference_mode()`.
         with torch.inference_mode(False):
             self.prefix_len = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -52,8 +63,18 @@ class FixedCache(TreeCache):
         """
         self.longest = longest
         self.window = None
+        if self._mixed:  # for a user's cache; the next request is of the model's dtype again
+            for layer in self.filled_layers:
+                layer.release()
+            self.mix()
+            self._mixed = False
         for layer in self.layers:
             layer.filled = 0
+
+    def mix(self) -> None:
+        """Void what was captured: slots may have been made anew."""
+        self.generation += 1
+        self._mixed = True
 
     @property
     def bound(self) -> int:
@@ -81,8 +102,6 @@ class FixedCache(TreeCache):
     def settle(self, pads: list[int]) -> None:
         """End the prefill; see `TreeCache.settle`."""
         super().settle(pads)
-        last = [self.longest - 1 - pad for pad in pads]
-        self.last.copy_(torch.tensor(last, dtype=torch.int32, device="cpu"))
         self._tell()
 
     def placement(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -104,3 +123,7 @@ class FixedCache(TreeCache):
     def _tell(self) -> None:
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cpu")
         self.prefix_len.copy_(lengths, non_blocking=True)
+        last = self.last_positions()
+        if last != self._told:  # seldom: at the start, and past the end of a table
+            self.last.copy_(torch.tensor(last, dtype=torch.int32, device="cpu"))
+            self._told = last

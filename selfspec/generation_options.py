@@ -120,7 +120,8 @@ STOCK: dict[str, str] = {
     "guidance_scale": "several sequences",
     "prefix_allowed_tokens_fn": "several sequences, unmarked",
     "logits_processor": "several sequences, one of your own, unmarked",
-    "stopping_criteria": "several sequences, one of your own; with output_scores any of your own",
+    "stopping_criteria": "several sequences, one of your own; with output_scores "
+    "or a cache of yours any of your own",
 }
 
 # From transformers, before anything is generated. So are wrong values and misspelt names.

@@ -7,7 +7,8 @@ the layers or to see their states, every decoder layer (with its attention and M
 dispatcher as instance `forward`. All of it does nothing unless the calling context is that of a
 request of ours, so that other threads see an ordinary model. Patches are counted per model: two
 wrappers, or two threads of one, share them, and the last one out restores whatever `forward` an
-object had before (accelerate puts hooks there).
+object had before (accelerate puts hooks there). What the user sets while a request runs is what the
+object had before from then on.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class _StandIn:
         self.module = module
         self.forward = forward
         self.__wrapped__ = forward  # inspect.signature sees through
+        self.retired = False  # taken off, but called by what the user has put over it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A model that is copied while a request runs gets its own `forward`, not our patch."""
@@ -108,7 +110,8 @@ class _Uncompiled(_StandIn):
         self.original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.forward if _SCOPE.get() is None else self.original)(*args, **kwargs)
+        ours = _SCOPE.get() is not None and not self.retired
+        return (self.original if ours else self.forward)(*args, **kwargs)
 
 
 class _Dispatcher(_StandIn):
@@ -140,7 +143,7 @@ class _LayerDispatcher(_Dispatcher):
         self.count = count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plan = _PLAN.get()
+        plan = None if self.retired else _PLAN.get()
         if plan is None:
             return self.run(args, kwargs)
         hidden, args, kwargs = _take_hidden(args, kwargs)
@@ -169,7 +172,7 @@ class _SublayerDispatcher(_Dispatcher):
         self.is_attention = is_attention
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plan = _PLAN.get()
+        plan = None if self.retired else _PLAN.get()
         if plan is not None:
             skipped = plan.skip_attention if self.is_attention else plan.skip_mlp
             if self.index in skipped:
@@ -187,18 +190,64 @@ def _take_hidden(
     return kwargs.pop("hidden_states"), args, kwargs
 
 
+class _Swap:
+    """A value of ours in the place of the user's.
+
+    Args:
+        attributes: Of the object that has it.
+        name: Of the attribute.
+        make: Makes ours, while the user's is in its place.
+    """
+
+    def __init__(self, attributes: dict[str, Any], name: str, make: Callable[[], Any]) -> None:
+        self.attributes, self.name, self.make = attributes, name, make
+        self.put()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the user has set nothing else meanwhile."""
+        found = self.attributes.get(self.name)
+        return found is self.ours or (isinstance(found, str) and found == self.ours)
+
+    def put(self) -> None:
+        """Put ours over what is there."""
+        self.had, self.previous = self.name in self.attributes, self.attributes.get(self.name)
+        self.ours = self.make()
+        self.attributes[self.name] = self.ours
+
+    def renew(self) -> None:
+        """Put ours over what the user has set meanwhile."""
+        if not self.in_place:
+            self.retire()
+            self.put()
+
+    def undo(self) -> None:
+        """Put the user's back, unless the user has set something else."""
+        if not self.in_place:
+            self.retire()
+        elif self.had:
+            self.attributes[self.name] = self.previous
+        else:
+            del self.attributes[self.name]
+
+    def retire(self) -> None:
+        """Make ours pass calls on: what the user has set may call it."""
+        if isinstance(self.ours, _StandIn):
+            self.ours.retired = True
+
+
 class _Patch:
     """What is on one model, and how many generates need it, by kind."""
 
     def __init__(self) -> None:
         self.users: Counter[str] = Counter()
-        self.undo: dict[str, list[Callable[[], None]]] = defaultdict(list)
+        self.swaps: dict[str, list[_Swap]] = defaultdict(list)
 
-    def take(self, kind: str, install: Callable[[list[Callable[[], None]]], None]) -> None:
+    def take(self, kind: str, install: Callable[[list[_Swap]], None]) -> None:
         self.users[kind] += 1
         if self.users[kind] == 1:
             try:
-                install(self.undo[kind])
+                install(self.swaps[kind])
             except BaseException:
                 self.give_back(kind)
                 raise
@@ -206,8 +255,8 @@ class _Patch:
     def give_back(self, kind: str) -> None:
         self.users[kind] -= 1
         if self.users[kind] == 0:
-            while self.undo[kind]:
-                self.undo[kind].pop()()
+            while self.swaps[kind]:
+                self.swaps[kind].pop().undo()
 
 
 class _Scope:
@@ -236,24 +285,35 @@ class _Scope:
             while self.kinds:
                 self.patch.give_back(self.kinds.pop())
 
-    def _name_attention(self, undo: list[Callable[[], None]]) -> None:
+    def renew(self) -> None:
+        """Have attention and layers ours again, whatever the user has set meanwhile."""
+        kinds = [kind for kind in self.kinds if kind != "compiled"]
+        if all(swap.in_place for kind in kinds for swap in self.patch.swaps[kind]):
+            return
+        with _LOCK:
+            for kind in kinds:
+                for swap in self.patch.swaps[kind]:
+                    swap.renew()
+
+    def _name_attention(self, swaps: list[_Swap]) -> None:
         for config, name in self.architecture.attention_names:
-            previous = config._attn_implementation_internal
             # The property's setter would also walk into sub-configs that are listed or left out.
-            config._attn_implementation_internal = name
-            undo.append(partial(setattr, config, "_attn_implementation_internal", previous))
+            attributes, make = vars(config), partial(str, name)
+            swaps.append(_Swap(attributes, "_attn_implementation_internal", make))
 
-    def _pass_compiled_by(self, undo: list[Callable[[], None]]) -> None:
+    def _pass_compiled_by(self, swaps: list[_Swap]) -> None:
         for module, name, original in compiled_parts(self.model):
-            stand_in = _Uncompiled(module, module.__dict__[name], original)
-            undo.append(_replace(name, stand_in))
+            make = partial(_Uncompiled, module, module.__dict__[name], original)
+            swaps.append(_Swap(module.__dict__, name, make))
 
-    def _install_dispatchers(self, undo: list[Callable[[], None]]) -> None:
+    def _install_dispatchers(self, swaps: list[_Swap]) -> None:
         layers = self.architecture.layers
         for i, layer in enumerate(layers):
-            undo.append(_replace("forward", _LayerDispatcher(layer, i, len(layers))))
+            make: Callable[[], _StandIn] = partial(_LayerDispatcher, layer, i, len(layers))
+            swaps.append(_Swap(layer.__dict__, "forward", make))
             for module, is_attention in self.architecture.sublayers[i]:
-                undo.append(_replace("forward", _SublayerDispatcher(module, i, is_attention)))
+                make = partial(_SublayerDispatcher, module, i, is_attention)
+                swaps.append(_Swap(module.__dict__, "forward", make))
 
 
 _PATCHES: weakref.WeakKeyDictionary[nn.Module, _Patch] = weakref.WeakKeyDictionary()
@@ -279,6 +339,24 @@ def patched(model: nn.Module, architecture: Architecture) -> Iterator[None]:
     finally:
         _SCOPE.reset(token)
         scope.leave()
+
+
+def renew_patch() -> None:
+    """Have the patch in place again after code of the user's has run inside `patched`."""
+    scope = _SCOPE.get()
+    if scope is not None:
+        scope.renew()
+
+
+def own_forward(module: nn.Module) -> object:
+    """The `forward` in a module's own dictionary between requests, or None."""
+    value = module.__dict__.get("forward")
+    if value is None:
+        return None
+    while isinstance(value, _StandIn):
+        value = value.forward
+    # A bound method of its own was not there: the stand-in had found the class's.
+    return None if getattr(value, "__self__", None) is module else value
 
 
 def without_patch(module: nn.Module) -> list[tuple[str, object]]:
@@ -313,17 +391,3 @@ def compiled_parts(model: nn.Module) -> list[tuple[nn.Module, str, Callable[...,
         if getattr(forward, "__globals__", {}).get("__name__") == "torch._dynamo.eval_frame":
             found.append((module, "forward", forward._torchdynamo_orig_callable))
     return found
-
-
-def _replace(name: str, stand_in: _StandIn) -> Callable[[], None]:
-    attributes = stand_in.module.__dict__
-    had, previous = name in attributes, attributes.get(name)
-    attributes[name] = stand_in
-
-    def undo() -> None:
-        if had:
-            attributes[name] = previous
-        else:
-            del attributes[name]
-
-    return undo

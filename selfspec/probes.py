@@ -39,6 +39,9 @@ _BLOCK_TOLERANCE = (0.01, 0.1)
 # Of what a wrong position or mask does to the logits, likewise.
 _TREE_TOLERANCE = (0.1, 0.5)
 
+# Tokens that a step is prepared for; no forward is run.
+_STEPS = 32
+
 _PROMPT, _TREE, _PARENTS = (3, 11, 7, 19, 5), (2, 13, 6, 17, 9), (-1, 0, 0, 2, 2)
 
 
@@ -140,12 +143,16 @@ def _cache_fault(target: Target, pads: int = 0) -> str:
                 arguments: dict[str, Any] = {found.cache_argument: cache}
                 if found.takes_position_ids and found.told_positions:
                     arguments["position_ids"] = positions[:, start:stop]
-                output = target.model(
-                    input_ids=ids[:, start:stop],
-                    attention_mask=mask[:, :stop],
-                    use_cache=True,
-                    **arguments,
-                )
+                arguments |= {
+                    "input_ids": ids[:, start:stop],
+                    "attention_mask": mask[:, :stop],
+                    "use_cache": True,
+                }
+                if start:
+                    fault, arguments = _prepared(target, ids, mask, positions, arguments)
+                    if fault:
+                        return fault
+                output = target.model(**arguments)
         gap = _gap(output.logits[0, -1].float(), truth)
     except Exception as exception:
         logger.debug("transformers' own cache", exc_info=True)
@@ -153,6 +160,51 @@ def _cache_fault(target: Target, pads: int = 0) -> str:
     if not gap <= _TREE_TOLERANCE[target.model.dtype.itemsize < 4] * scale:
         return f"logits behind a cache of transformers' own differ by {gap:.2g}"
     return ""
+
+
+def _prepared(
+    target: Target, ids: Tensor, mask: Tensor, positions: Tensor, arguments: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Whether `generate` would give a step what we give it.
+
+    Args:
+        target: The model.
+        ids: [1, T] of a text whose last token is the step's.
+        mask: [1, T].
+        positions: [1, T].
+        arguments: What we give the step.
+
+    Returns:
+        What is wrong, and what `generate` gives; ours where it makes more of a step than is said
+        here, and so raises.
+    """
+    found, model = target.architecture, target.model
+    given = {"attention_mask": mask, "use_cache": True}
+    given[found.cache_argument] = arguments[found.cache_argument]
+    if "position_ids" in arguments:
+        given["position_ids"] = positions
+    own = arguments
+    for token in range(min(_STEPS, target.vocab_size)):
+        text = torch.cat([ids[:, :-1], torch.full_like(ids[:, -1:], token)], 1)
+        try:
+            prepared = model.prepare_inputs_for_generation(text, next_sequence_length=1, **given)
+            told = prepared.get("input_ids")
+        except Exception:
+            logger.debug("preparing a step", exc_info=True)
+            return "", arguments
+        if told is None or not torch.equal(told, text[:, -1:]):
+            return "its prepare_inputs_for_generation gives a step other tokens", arguments
+        if token == int(ids[0, -1]):
+            own = prepared
+    places = own.get("position_ids")
+    if places is None or "position_ids" not in arguments:
+        places = positions[:, -1:]
+    if not bool((places == positions[:, -1]).all()):
+        return "its prepare_inputs_for_generation gives a step other positions", arguments
+    seen = own.get("attention_mask")
+    if isinstance(seen, Tensor) and seen.ndim == 2 and not torch.equal(seen.long(), mask):
+        return "its prepare_inputs_for_generation gives a step another mask", arguments
+    return "", {**own, "return_dict": True}
 
 
 def _padding_fault(target: Target) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
-from selfspec.cache import continuable
 from selfspec.generation_options import unknown_option
 from selfspec.sampling import stateful_processor
 from selfspec.stopping import StopRules
+from selfspec.user_cache import continuable, is_dynamic
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers import GenerationConfig, LogitsProcessorList
 
     from selfspec.architectures import Architecture
 
@@ -31,6 +33,9 @@ _KNOWN_ARGUMENTS = {
 }
 
 
+_ENDLESS = 1 << 30  # tokens: more than fit anywhere, and 32 bits hold a few more
+
+
 class Request:
     """One call of `generate`, as it arrives at the decoding loop."""
 
@@ -45,7 +50,7 @@ class Request:
     ) -> None:
         self.input_ids = input_ids
         self.processors = processors
-        self.criteria = criteria
+        self.criteria = StoppingCriteriaList(_with_whole_length(c) for c in criteria)
         self.generation_config = generation_config
         self.synced_gpus = synced_gpus
         self.model_kwargs = model_kwargs
@@ -113,10 +118,23 @@ class Request:
             return f"cache_implementation is {config.cache_implementation!r}"
         if self.cache is not None and not _is_default(self.cache, self.user_cache is not None):
             return f"a {type(self.cache).__name__} cannot be continued with trees"
+        other = self._cache_obstacle()
+        if other:
+            return other
         stateful = stateful_processor(self.processors)
         if stateful is not None and self.batch > 1:
             return f"{stateful} may keep a state, and rows of a batch advance unevenly"
-        criterion = StopRules(self.criteria, self.batch).may_look_across_rows
+        stops = StopRules(self.criteria, self.batch)
+        pad = getattr(config, "_pad_token_tensor", None)
+        if stops.pads_finished_rows:
+            # The stock loop embeds padding that we only write down: what it raises is its own.
+            if pad is None:
+                return "pad_token_id is not set, and a stopping criterion has eos_token_id"
+            if self.batch > 1 and int(pad) not in architecture.vocabulary:
+                return f"pad_token_id is {int(pad)}, which the model cannot embed"
+        criterion = stops.may_look_across_rows
+        if criterion is not None and self.user_cache is not None:
+            return f"{criterion} (stopping_criteria) may look at the cache that you hold"
         if criterion is not None and config.return_dict_in_generate and config.output_scores:
             return f"{criterion} (stopping_criteria) may look at the scores"
         if criterion is not None and self.batch > 1:
@@ -125,6 +143,14 @@ class Request:
                 "in a batch"
             )
         return self._padding_obstacle(architecture) or self._rope_obstacle(architecture)
+
+    def _cache_obstacle(self) -> str:
+        layers = getattr(self.user_cache, "layers", [])
+        for layer in layers:
+            if layer.is_initialized and layer.get_seq_length():
+                rows = layer.keys.shape[0]
+                return "" if rows == self.batch else f"the cache has {rows} rows, not {self.batch}"
+        return ""
 
     def _rope_obstacle(self, architecture: Architecture) -> str | None:
         limit, end = architecture.rope_limit, self.criteria.max_length or 0
@@ -166,4 +192,13 @@ def _is_default(cache: Any, from_user: bool) -> bool:
     """Whether a cache can be replaced by ours: what `generate` makes by default, or continuable."""
     if from_user:
         return continuable(cache)
-    return type(cache).__name__ == "DynamicCache" and not getattr(cache, "offloading", False)
+    return is_dynamic(cache)
+
+
+def _with_whole_length(criterion: Any) -> Any:
+    """A maximum length as transformers takes it (2.5, infinity) becomes one that can be a size."""
+    if type(criterion) is not MaxLengthCriteria:
+        return criterion
+    length = criterion.max_length
+    length = math.ceil(length) if length < _ENDLESS else _ENDLESS
+    return MaxLengthCriteria(length, criterion.max_position_embeddings)

@@ -131,8 +131,15 @@ class DecodeState:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Deepest draft that some row could use: the target adds a token of its own."""
-        return max(0, max(self.room(b) for b in range(self.batch)) - 1)
+        """Deepest draft that some row could use: the target adds a token of its own.
+
+        None goes past the last position of the model, in any row: where plain decoding ends at that
+        position or before it, so does this; where it fails there, this fails there.
+        """
+        longest = max(self.room(b) for b in range(self.batch)) - 1
+        rows = zip(self.cache.lengths, self.frozen, strict=True)
+        roots = [length for length, frozen in rows if not frozen]
+        return max(0, min(longest, self.cache.positions - 1 - max(roots, default=0)))
 
     def sequences(self, length: int, pad: int = 0) -> Tensor:
         """int64 [B, length]; rows are cut, or padded with `pad`, to `length`."""

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,7 +99,7 @@ class _ConsumerGoneError(Exception):
 
 
 def stream_steps(run: Callable[[Callable[[Step], None]], Any]) -> Iterator[Step]:
-    """Run `run(on_step)` in a thread and yield what it passes to `on_step`.
+    """Run `run(on_step)` in a thread, in the caller's context, and yield what `on_step` is given.
 
     The thread waits until a step has been taken before it goes on to the next but one; closing the
     iterator ends it at its next step. An exception in the thread is raised here.
@@ -126,7 +127,8 @@ def stream_steps(run: Callable[[Callable[[Step], None]], Any]) -> Iterator[Step]
             if not closed.is_set():
                 put(exception)
 
-    thread = threading.Thread(target=work, name="selfspec-stream", daemon=True)
+    context = copy_context()
+    thread = threading.Thread(target=context.run, args=(work,), name="selfspec-stream", daemon=True)
     thread.start()
     try:
         while (item := handed.get()) is not None:

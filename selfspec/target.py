@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from selfspec.architectures import Architecture, agree, describe
 from selfspec.attention import TreeContext, tree_context
 from selfspec.cache import AlignedCache, TreeCache
-from selfspec.patch import LayerPlan, layer_plan, patched
+from selfspec.patch import LayerPlan, layer_plan, patched, renew_patch
 from selfspec.probes import measure
 from selfspec.state import TargetOutput
 from selfspec.tree import TokenTree
@@ -187,6 +187,7 @@ class Target:
             Logits [B, M, V], or [B, 0, V] without them.
         """
         architecture, device = self.architecture, self.device
+        renew_patch()
         cache.open(tree.width - count, count)
         context = None
         arguments: dict[str, Any] = {architecture.cache_argument: cache}

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import selfspec
-from selfspec.cache import AlignedCache, TreeCache, continuable
+from selfspec.cache import AlignedCache, TreeCache
+from selfspec.user_cache import continuable
 from tests.families import tiny
 from tests.oracle import OracleDrafter, RandomTreeDrafter
 

@@ -11,13 +11,15 @@ import torch
 
 import selfspec
 from tests.families import tiny
+from tests.follow import only_watched
 from tests.oracle import OracleDrafter
 
 
 @contextmanager
-def layer_rows(model: Any) -> Iterator[list[list[int]]]:
+def layer_rows(spec: Any) -> Iterator[list[list[int]]]:
     """Width of every call that each layer's MLP really computes: a skipped one gives zeros."""
-    seen: list[list[int]] = [[] for _ in model.model.layers]
+    layers = spec.model.model.layers
+    seen: list[list[int]] = [[] for _ in layers]
 
     def count(widths: list[int], output: torch.Tensor) -> None:
         if output.any():
@@ -25,8 +27,9 @@ def layer_rows(model: Any) -> Iterator[list[list[int]]]:
 
     hooks = [
         layer.mlp.register_forward_hook(lambda m, i, o, s=s: count(s, o))
-        for layer, s in zip(model.model.layers, seen, strict=True)
+        for layer, s in zip(layers, seen, strict=True)
     ]
+    only_watched(spec)
     try:
         yield seen
     finally:
@@ -43,7 +46,7 @@ def test_widths_of_an_oracle(model: Any) -> None:
     prompt = tiny.prompts(1)
     plain = model.generate(**prompt, max_new_tokens=20)
     spec = selfspec.wrap(model, drafter=OracleDrafter(plain, 5, wrong_at=(0, 3)))
-    with layer_rows(model) as seen:
+    with layer_rows(spec) as seen:
         spec.generate(**prompt, max_new_tokens=20)
     # 17 prompt tokens; blocks of 6 that give 6 and 3 in turn, capped by the room at the end.
     assert seen == [[17, 6, 6, 6, 4, 1]] * 4
@@ -51,7 +54,7 @@ def test_widths_of_an_oracle(model: Any) -> None:
 
 def test_no_drafts_means_one_token_a_forward(model: Any) -> None:
     spec = selfspec.wrap(model, drafter="none")
-    with layer_rows(model) as seen:
+    with layer_rows(spec) as seen:
         spec.generate(**tiny.prompts(1), max_new_tokens=9)
     assert seen == [[17] + [1] * 8] * 4
 
@@ -66,7 +69,7 @@ def test_no_drafts_means_one_token_a_forward(model: Any) -> None:
 )
 def test_no_layer_runs_twice_for_a_token(model: Any, drafter: Any, shared: int) -> None:
     spec = selfspec.wrap(model, drafter=drafter)
-    with layer_rows(model) as seen:
+    with layer_rows(spec) as seen:
         spec.generate(**tiny.prompts(1), max_new_tokens=25)
     forwards = spec.stats.forwards
     nodes = forwards + spec.stats.drafted  # every verify has a root, every draft token a node
@@ -90,7 +93,7 @@ def test_no_layer_runs_twice_for_a_token(model: Any, drafter: Any, shared: int) 
 )
 def test_leaves_run_with_the_last_token_of_the_chain(model: Any, drafter: Any, shared: int) -> None:
     spec = selfspec.wrap(model, drafter=drafter)
-    with layer_rows(model) as seen:
+    with layer_rows(spec) as seen:
         spec.generate(**tiny.prompts(1), max_new_tokens=25)
     nodes = spec.stats.forwards + spec.stats.drafted
     for layer in range(shared):
@@ -107,6 +110,7 @@ def test_the_head_runs_in_verification_only(model: Any, branches: int, confidenc
     spec = selfspec.wrap(model, drafter=drafter)
     widths = []
     hook = model.lm_head.register_forward_hook(lambda m, i, o: widths.append(o.shape[1]))
+    only_watched(spec)
     try:
         spec.generate(**tiny.prompts(1), max_new_tokens=25)
     finally:
@@ -118,7 +122,7 @@ def test_the_head_runs_in_verification_only(model: Any, branches: int, confidenc
 
 def test_skipping_nothing_before_the_first_layer_shares_nothing(model: Any) -> None:
     spec = selfspec.wrap(model, drafter=selfspec.LayerSkipDrafter([0], 3, 0.0))
-    with layer_rows(model) as seen:
+    with layer_rows(spec) as seen:
         spec.generate(**tiny.prompts(1), max_new_tokens=12)
     assert sum(seen[0]) == 17 + spec.stats.forwards + spec.stats.drafted
 
@@ -130,7 +134,7 @@ def test_half_layers(model: Any, skip: selfspec.SkipSet) -> None:
     prompt = tiny.prompts(3)
     plain = model.generate(**prompt, max_new_tokens=25)
     spec = selfspec.wrap(model, drafter=selfspec.LayerSkipDrafter(skip, 3, 0.0))
-    with layer_rows(model) as seen:
+    with layer_rows(spec) as seen:
         assert spec.generate(**prompt, max_new_tokens=25).equal(plain)
     rows = [sum(widths) for widths in seen]
     assert (rows[1] < rows[3]) == (1 in skip.mlp)

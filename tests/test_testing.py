@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import selfspec
 from selfspec import TokenTree
 from selfspec.testing import DrafterError, check_drafter
-from selfspec.testing.watch import RULES
+from selfspec.testing.rules import RULES
 from selfspec.tree import Resume
 
 # Two layers and 32 ids: most of what follows is many short requests.
@@ -171,6 +171,31 @@ class Writes(Sound):
 class Commits(Sound):
     def observe(self, state: Any, output: Any, acceptance: Any) -> None:
         state.length[0] -= 1
+
+
+class Freezes(Sound):
+    def draft(self, state: Any, budget: int) -> Any:
+        tree = super().draft(state, budget)
+        state.frozen[0] = True
+        return tree
+
+
+class Processes(Sound):
+    def draft(self, state: Any, budget: int) -> Any:
+        state.sampler.processors.append(lambda ids, scores: scores)
+        return super().draft(state, budget)
+
+
+class Differentiates(Sound):
+    def draft(self, state: Any, budget: int) -> Any:
+        torch.set_grad_enabled(True)
+        return super().draft(state, budget)
+
+
+class Configures(Sound):
+    def draft(self, state: Any, budget: int) -> Any:
+        state.target.model.generation_config.top_k = 7
+        return super().draft(state, budget)
 
 
 class Overwrites(Sound):
@@ -357,6 +382,10 @@ BROKEN: list[tuple[type, str]] = [
     (Deep, "tree"),
     (Writes, "state"),
     (Commits, "state"),
+    (Freezes, "state"),
+    (Processes, "state"),
+    (Differentiates, "settings"),
+    (Configures, "model"),
     (Overwrites, "cache"),
     (GlobalNoise, "generator"),
     (Scales, "observe"),

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from selfspec.metrics import SpecStats
 from selfspec.model import wrap
 from selfspec.propose import check_taps
-from selfspec.testing.watch import DrafterError, Watched, first_choices, model_marks, reach
+from selfspec.testing.rules import DrafterError
+from selfspec.testing.watch import Watched, first_choices, model_marks, reach
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,7 +172,8 @@ class _Check:
         self.copies(alone)
         self.inference_mode(everyone)
         self.memory()
-        self.rules += ["tree", "state", "cache", "generator", "observe", "model", "text"]
+        self.rules += ["tree", "state", "cache", "generator", "settings", "observe", "model"]
+        self.rules.append("text")
         return DrafterReport(
             drawn=sampled.drawn,
             drafted=stats.drafted,
@@ -242,7 +244,8 @@ class _Check:
             raise ValueError("model: its requests go to transformers' own loop; see the log.")
         # Inside another request the model carries what that one needs.
         if not self._running and model_marks(self.model) != self.marks:
-            raise DrafterError("model", watched.name, "weights or modules are not what they were")
+            seen = "weights, modules or configs are not what they were"
+            raise DrafterError("model", watched.name, seen)
         self.rules.append(rule)
         return text, watched
 

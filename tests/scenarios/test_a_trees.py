@@ -10,6 +10,7 @@ import torch
 import selfspec
 from selfspec import TokenTree
 from tests.families import tiny
+from tests.follow import only_watched
 from tests.oracle import OracleDrafter
 
 # As choices of branches: [0], [1], [1, 0], [1, 1], both of depth 2 under the second sibling.
@@ -89,6 +90,7 @@ def test_a3_depth_2_under_the_second_sibling(name: str) -> None:
 
     spec = selfspec.wrap(model, drafter)
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    only_watched(spec)
     try:
         spec.generate(**prompt, max_new_tokens=7)
     finally:

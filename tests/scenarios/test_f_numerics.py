@@ -17,6 +17,7 @@ import selfspec
 from selfspec.cache import TreeCache
 from selfspec.target import Target
 from tests.families import tiny
+from tests.follow import only_watched
 from tests.generate.common import NEW, raised
 from tests.oracle import OracleDrafter, RandomTreeDrafter
 
@@ -282,6 +283,7 @@ def test_f4_nan_where_plain_never_looks(penalty: float | None) -> None:
         return output
 
     hook = model.register_forward_hook(spoil, with_kwargs=True)
+    only_watched(spec)
     torch.manual_seed(0)
     try:
         assert spec.generate(**kwargs).equal(plain)

@@ -13,6 +13,7 @@ import torch
 import selfspec
 from selfspec import NGramDrafter
 from tests.families import tiny
+from tests.follow import only_watched
 from tests.oracle import RandomTreeDrafter
 
 
@@ -171,6 +172,7 @@ def test_i6_a_cached_prefix_is_not_computed_again(model: Any, drafter: str) -> N
         widths.append(kwargs["input_ids"].shape[1])
 
     handle = model.register_forward_pre_hook(seen, with_kwargs=True)
+    only_watched(spec)
     try:
         text = spec.generate(longer, past_key_values=first.past_key_values, **settings).sequences
     finally:

@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import selfspec
 from tests.families import tiny
+from tests.follow import only_watched
 from tests.generate.common import snapshot
 from tests.scenarios.test_j_metrics import consistent
 
@@ -191,6 +192,7 @@ def test_j1_interrupted(
     if where in ("layer", "prefill"):
         interrupt = Interrupt(4 if where == "layer" else 1)
         handle = model.model.layers[1].mlp.register_forward_hook(interrupt)
+        only_watched(spec)
     elif where in ("draft", "observe"):
         original = getattr(drafter, method := where)
 
