@@ -286,16 +286,19 @@ def test_j7_a12_an_early_exit_of_transformers_does_not_draft_with_ours() -> None
     assert spec.generate(**tiny.prompts(1), max_new_tokens=NEW).tolist() == without(1, False)
 
 
-def test_j7_a_loop_of_the_users_may_call_ours() -> None:
+def test_j7_a_loop_of_the_users_is_given_the_model() -> None:
+    given: list[Any] = []
+
     def twice(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        given.append(model)
         return model._sample(input_ids, **kwargs).repeat(2, 1)
 
     plain = small().generate(**tiny.prompts(1), max_new_tokens=NEW, custom_generate=twice)
     spec = selfspec.wrap(small(), drafter=OracleDrafter(plain, 4))
     ours = spec.generate(**tiny.prompts(1), max_new_tokens=NEW, custom_generate=twice)
     assert ours.equal(plain)
-    assert spec.stats.accepted > 0
-    assert spec.stats.fallbacks == 0
+    assert given[-1] is spec.model
+    assert (spec.stats.requests, spec.stats.fallbacks) == (0, 1)
 
 
 def test_j7_token_healing_is_not_a_request_of_its_own() -> None:
