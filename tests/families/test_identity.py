@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,12 +30,18 @@ DRAFTERS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def _check(name: str, drafter: str, batch: int, dtype: torch.dtype) -> None:
-    model = tiny.build(name, dtype=dtype)
+@cache
+def _plain(name: str, batch: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor]:
+    """A prompt and its answers, the same for every drafter."""
     # Where transformers' own float64 attention is NaN under padding there is nothing to compare.
     ragged = not (dtype == torch.float64 and name in tiny.UNPADDED_FLOAT64)
     prompt = tiny.prompts(batch, ragged=ragged)
-    plain = model.generate(**prompt, **GREEDY)
+    return prompt, tiny.build(name, dtype=dtype).generate(**prompt, **GREEDY)
+
+
+def _check(name: str, drafter: str, batch: int, dtype: torch.dtype) -> None:
+    model = tiny.build(name, dtype=dtype)
+    prompt, plain = _plain(name, batch, dtype)
     spec = selfspec.wrap(model, drafter=DRAFTERS[drafter](plain), max_draft_tokens=16)
     text = spec.generate(**prompt, **GREEDY)
     assert text.tolist() == plain.tolist()
