@@ -27,33 +27,6 @@ from tests.generate.common import NEW, raised, same
 from tests.oracle import OracleDrafter, RandomTreeDrafter
 
 
-def test_batch_of_uneven_rows_up_to_the_last_learned_position() -> None:
-    """A short row's padding nodes and overlong chains must not run off the table."""
-    config = GPT2Config(
-        n_positions=64,
-        n_embd=64,
-        n_layer=4,
-        n_head=4,
-        vocab_size=64,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).eval()
-    prompt = tiny.prompts(3, ragged=False)
-    plain = model.generate(**prompt, max_length=64, do_sample=False)
-    drafters = (
-        selfspec.EarlyExitDrafter(3, 8, 0.0),
-        OracleDrafter(plain, 8, wrong_at=(0, 2, 7)),
-        selfspec.LayerSkipDrafter([2], 6, 0.0),
-    )
-    for drafter in drafters:
-        spec = selfspec.wrap(model, drafter=drafter)
-        assert spec.generate(**prompt, max_length=64, do_sample=False).equal(plain)
-
-
 def test_small_position_tables_are_no_reason_against_trees() -> None:
     config = GPT2Config(n_positions=24, n_embd=32, n_layer=2, n_head=2, vocab_size=64)
     assert "token trees" in repr(selfspec.wrap(GPT2LMHeadModel(config).eval()))
