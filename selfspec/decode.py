@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
     from selfspec.state import TargetOutput
     from selfspec.step import Step
     from selfspec.target import Target
-
-
-_ENDLESS = 1 << 30  # tokens; positions are int32, with room for a draft
 
 
 class Decoder:
@@ -107,10 +103,7 @@ class Decoder:
         columns = ColumnStreamer(streamer, batch, 0 if pad is None else int(pad))
         if streamer is not None and (stops.others or sampler.stateful):
             stops.on_token = columns.put_token
-        # Whatever it is, and however large: plain `generate` makes one token before it looks.
-        limit = min(math.ceil(min(stops.max_length or options.max_length, _ENDLESS)), _ENDLESS)
-        limit = max(limit, request.input_ids.shape[1] + 1)
-        longest = request.slots + max(limit - request.input_ids.shape[1], 0)
+        longest = request.slots + request.limit - request.input_ids.shape[1]
         taps = frozenset(drafter.hidden_taps)
         clock, record = Clock(), Record(batch)
         with self._lend_steps(request, longest) as steps, self.target.ready():
@@ -126,7 +119,7 @@ class Decoder:
                     taps,
                 )
             state = DecodeState(
-                self.target, cache, request.input_ids, request.start, limit, sampler
+                self.target, cache, request.input_ids, request.start, request.limit, sampler
             )
             run = speculate(state, prompt, verify, drafter, controller, sampler, stops, clock)
             del prompt

@@ -350,29 +350,29 @@ def renew_patch() -> None:
 
 def own_forward(module: nn.Module) -> object:
     """The `forward` in a module's own dictionary between requests, or None."""
-    value = module.__dict__.get("forward")
-    if value is None:
-        return None
-    while isinstance(value, _StandIn):
-        value = value.forward
-    # A bound method of its own was not there: the stand-in had found the class's.
-    return None if getattr(value, "__self__", None) is module else value
+    forward = _beneath(module.__dict__.get("forward"))
+    return None if _is_class_forward(module, forward) else forward
 
 
 def without_patch(module: nn.Module) -> list[tuple[str, object]]:
     """The attributes of a module's own dictionary as they are between requests."""
     with _LOCK:
-        own = list(module.__dict__.items())
-    for i, (name, value) in enumerate(own):
-        while isinstance(value, _StandIn):
-            value = value.forward
-        own[i] = name, value
+        own = [(name, _beneath(value)) for name, value in module.__dict__.items()]
     return [
-        (name, value)
-        for name, value in own
-        # A bound method of its own was not there: the stand-in had found the class's.
-        if name != "forward" or getattr(value, "__self__", None) is not module
+        (n, value) for n, value in own if n != "forward" or not _is_class_forward(module, value)
     ]
+
+
+def _beneath(value: object) -> object:
+    """What our stand-ins, if there are any, stand before."""
+    while isinstance(value, _StandIn):
+        value = value.forward
+    return value
+
+
+def _is_class_forward(module: nn.Module, forward: object) -> bool:
+    """Whether nothing was there: a bound method is what a stand-in had found on the class."""
+    return getattr(forward, "__self__", None) is module
 
 
 def compiled_parts(model: nn.Module) -> list[tuple[nn.Module, str, Callable[..., Any]]]:

@@ -33,7 +33,7 @@ _KNOWN_ARGUMENTS = {
 }
 
 
-_ENDLESS = 1 << 30  # tokens: more than fit anywhere, and 32 bits hold a few more
+_ENDLESS = 1 << 30  # tokens: more than fit anywhere, and int32 positions hold a few more
 
 
 class Request:
@@ -83,6 +83,13 @@ class Request:
         ):
             return cache
         return None
+
+    @property
+    def limit(self) -> int:
+        """Length at which every row ends, in ids: plain `generate` makes one before it looks."""
+        lengths = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
+        limit = min(lengths, default=None) or _whole(self.generation_config.max_length)
+        return max(limit, self.input_ids.shape[1] + 1)
 
     def obstacle(self, architecture: Architecture, training: bool) -> str | None:
         """Why this request must go to transformers' own loop, or None. Also settles `pads`."""
@@ -199,6 +206,8 @@ def _with_whole_length(criterion: Any) -> Any:
     """A maximum length as transformers takes it (2.5, infinity) becomes one that can be a size."""
     if type(criterion) is not MaxLengthCriteria:
         return criterion
-    length = criterion.max_length
-    length = math.ceil(length) if length < _ENDLESS else _ENDLESS
-    return MaxLengthCriteria(length, criterion.max_position_embeddings)
+    return MaxLengthCriteria(_whole(criterion.max_length), criterion.max_position_embeddings)
+
+
+def _whole(length: float) -> int:
+    return math.ceil(length) if length < _ENDLESS else _ENDLESS

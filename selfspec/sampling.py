@@ -221,6 +221,9 @@ class Sampler:
         Args:
             scores: [B, N, V] processed scores.
             path: [B, P] nodes that something was drawn after; negative ones stand for the root.
+
+        Raises:
+            RuntimeError: With the words of `torch.multinomial`.
         """
         # Subclasses (fake tensors, for one) have no values to read.
         if not (self.do_sample and scores.is_cpu and type(scores) is Tensor):

@@ -97,6 +97,11 @@ class StopRules:
 
         Asked about every token in turn, so that a processor that keeps a state meets criteria and
         streamers in the order in which they meet in plain `generate`.
+
+        Args:
+            state: The rows before the step.
+            b: Row.
+            new: Its tokens in this step, up to the one in question.
         """
         if self.stopped_at[b] is not None and not self.pads_finished_rows:
             return False

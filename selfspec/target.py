@@ -71,7 +71,7 @@ class Target:
     @property
     def vocab_size(self) -> int:
         """Ids that can be embedded; read anew, since embeddings may be resized after wrapping."""
-        return self.model.get_input_embeddings().weight.shape[0]
+        return len(self.architecture.vocabulary)
 
     @property
     def is_current(self) -> bool:

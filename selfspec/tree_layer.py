@@ -52,7 +52,17 @@ class TreeLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write new states and return every slot up to the last one written."""
+        """Write new states where the cache directs them.
+
+        Args:
+            key_states: [B, K, M, D], keys of M tokens a row.
+            value_states: [B, K, M, D].
+            *args: Ignored, as by transformers' own layers.
+            **kwargs: Likewise.
+
+        Returns:
+            Keys and values of every slot up to the last one written, each [B, K, T, D].
+        """
         cache = self.cache
         if cache.window is None:  # prefill, possibly in chunks: append
             start, end, slots = self.filled, self.filled + key_states.shape[2], None
