@@ -27,6 +27,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
     MptConfig,
@@ -320,6 +321,14 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
         if name.endswith("q_norm.weight"):
             # Normalised queries and keys give scores of std 1, nearly an average; make it 3.
             parameter.add_(2.0)
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    """A llama as the others here but for `changes` of its config; every call makes a new one."""
+    config = LlamaConfig(**{**_GQA, "initializer_range": WEIGHT_STD, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
 
 
 @cache

@@ -35,7 +35,6 @@ def test_small_position_tables_are_no_reason_against_trees() -> None:
 @pytest.mark.parametrize("pads", [0, 12])
 def test_longrope_around_its_limit(pads: int) -> None:
     """Frequencies change for a whole call at position 24: by positions, not by slots."""
-    torch.manual_seed(0)
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -44,12 +43,7 @@ def test_longrope_around_its_limit(pads: int) -> None:
         "long_factor": [3.0] * 8,
         "original_max_position_embeddings": 24,
     }
-    config = LlamaConfig(
-        **{**tiny._GQA, "max_position_embeddings": 96},
-        initializer_range=0.3,
-        rope_parameters=rope,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = tiny.llama(max_position_embeddings=96, rope_parameters=rope)
     ids = torch.cat([torch.zeros(1, pads, dtype=torch.int64), tiny.prompts(1)["input_ids"]], 1)
     kwargs = {"attention_mask": (ids > 0).long(), "max_new_tokens": 30, "do_sample": False}
     plain = model.generate(ids, **kwargs)

@@ -23,6 +23,7 @@ from transformers.generation.configuration_utils import CompileConfig
 
 from tests.families import tiny
 from tests.generate.common import Columns
+from tests.oracle import OracleDrafter
 from tests.scenarios import text
 
 NEW = 8
@@ -36,6 +37,11 @@ def small(seed: int = 0) -> Any:
     model = LlamaForCausalLM(config).eval()
     tiny.redraw(model, seed)
     return model
+
+
+def answered(plain: Any) -> OracleDrafter:
+    """Drafts what plain `generate` gave, ids or an output, wrong now and then."""
+    return OracleDrafter(getattr(plain, "sequences", plain), 4, wrong_at=(0, 3))
 
 
 @cache

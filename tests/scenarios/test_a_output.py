@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from transformers import GenerationMixin, LogitsProcessor
 
 import selfspec
 from selfspec import TokenTree
@@ -338,9 +338,7 @@ def test_a21_ends_at_every_place_of_a_draft(model: Any, do_sample: bool) -> None
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("length", [513, 1025])
 def test_a19_prompts_longer_than_a_power_of_two(length: int, graphs: bool) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**tiny._GQA, "max_position_embeddings": 2048}, initializer_range=0.3)
-    model = LlamaForCausalLM(config).eval()
+    model = tiny.llama(max_position_embeddings=2048)
     ids = torch.randint(1, 64, (2, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[1, :500] = 0

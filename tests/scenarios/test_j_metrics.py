@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 
 import selfspec
 from selfspec import SpecStats
@@ -210,19 +210,8 @@ def test_j12_the_exit_changes_acceptance_and_no_text(model: Any, batch: int) -> 
 @cache
 def cycling() -> Any:
     """A model whose weights are as small as an untrained one's: it soon repeats itself."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return LlamaForCausalLM(config).eval()
+    sizes = {"intermediate_size": 64, "num_key_value_heads": 4}
+    return tiny.llama(**sizes, initializer_range=0.02)
 
 
 SMOKE: dict[str, Any] = {
