@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from selfspec_kernels import TreeLayout
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from selfspec.architectures import Architecture, agree, describe
 from selfspec.attention import TreeContext, tree_context
 from selfspec.cache import AlignedCache, TreeCache
+from selfspec.fingerprint import fingerprint
 from selfspec.patch import LayerPlan, layer_plan, patched, renew_patch
 from selfspec.probes import measure
 from selfspec.state import TargetOutput
@@ -25,11 +27,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@dataclass(frozen=True, eq=False)
+class _Measurement:
+    """What was found of a model, and what the model looked like."""
+
+    described: Architecture
+    measured: Architecture
+    looks: tuple[Any, ...]
+
+
+# Of models that some target has, by id; what is found refers to the model, which keeps its id.
+_MEASURED: WeakValueDictionary[int, _Measurement] = WeakValueDictionary()
+
+
 class Target:
     """Runs the user's model, always through its own forward.
 
     Args:
-        model: A transformers decoder. It is probed by a few forwards over a handful of tokens.
+        model: A transformers decoder. It is probed by a few forwards over a handful of tokens,
+            unless another target has found out about it as it is.
         deterministic: See `SpecConfig`.
     """
 
@@ -37,9 +53,19 @@ class Target:
         self.model = model
         self.deterministic = deterministic
         self.attention_calls = 0
-        self.architecture = self._described = describe(model)
-        with torch.no_grad(), _evaluating(model):
-            self.architecture = measure(self)
+        self._measurement = self._measure()
+        self.architecture = self._measurement.measured
+
+    def _measure(self) -> _Measurement:
+        looks = _looks(self.model, self.deterministic)
+        known = _MEASURED.get(id(self.model))
+        if known is not None and known.looks == looks:
+            return known
+        self.architecture = described = describe(self.model)
+        with torch.no_grad(), _evaluating(self.model):
+            found = _Measurement(described, measure(self), looks)
+        _MEASURED[id(self.model)] = found
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -79,7 +105,7 @@ class Target:
         readout = self.architecture.readout
         if readout is not None and not readout.in_place:
             return False
-        return agree(self._described, describe(self.model))
+        return agree(self._measurement.described, describe(self.model))
 
     @contextmanager
     def using(self, architecture: Architecture) -> Iterator[None]:
@@ -236,6 +262,13 @@ class Target:
                 for kind, mask in masks.items()
             }
         return next(iter(masks.values())) if len(masks) == 1 else masks
+
+
+def _looks(model: PreTrainedModel, deterministic: bool) -> tuple[Any, ...]:
+    """All that probes could depend on; weights by how often they were written to."""
+    weights = [*model.parameters(), *model.buffers()]
+    versions = tuple(None if w.is_inference() else w._version for w in weights)
+    return deterministic, fingerprint(model), versions
 
 
 @contextmanager

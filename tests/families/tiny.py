@@ -8,6 +8,7 @@ the text. No special token ends a generation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -46,6 +47,7 @@ from transformers import (
     T5Config,
 )
 
+import selfspec
 from tests.families.shrink import tiny_config
 
 VOCAB = 64
@@ -331,6 +333,10 @@ def llama(**changes: Any) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
+# What a wrapper measures is shared with all others of its model, while one of them lives.
+_WRAPPERS: list[selfspec.SpeculativeModel] = []
+
+
 @cache
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """A tiny random model in eval mode on the CPU, with its default attention implementation.
@@ -360,7 +366,10 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
         redraw(model, weight_seed)
     else:
         model.load_state_dict(build(name, torch.float32, seed).state_dict())
-    return model.eval()
+    model.eval()
+    with suppress(ValueError):
+        _WRAPPERS.append(selfspec.wrap(model, "none"))
+    return model
 
 
 def prompts(
