@@ -50,6 +50,7 @@ class Architecture:
         rope_dynamic: True if frequencies keep changing after `rope_limit`.
         max_positions: Positions the model was made for.
         embeddings: Returns the input embeddings, which may be resized.
+        head: Returns the LM head, or None.
         support: "tree", "chain" or "none".
         reason: Why not more.
         readout: From the last layer's output to draft tokens without the model's own head, or None.
@@ -74,6 +75,7 @@ class Architecture:
     rope_dynamic: bool
     max_positions: int
     embeddings: Callable[[], nn.Module]
+    head: Callable[[], nn.Module | None]
     support: Support = "none"
     reason: str = ""
     readout: Readout | None = None
@@ -156,6 +158,7 @@ def describe(model: PreTrainedModel) -> Architecture:
         rope_dynamic=False,
         max_positions=getattr(config, "max_position_embeddings", None) or 1 << 30,
         embeddings=model.get_input_embeddings,
+        head=model.get_output_embeddings,
     )
     reason = _ruled_out(model, config, layers, description.cache_argument in parameters)
     if reason:

@@ -83,3 +83,12 @@ def ancestor_mask(ancestors: Tensor, nodes: int) -> Tensor:
     """Packed bits [..., W] as bool [..., N]."""
     shifts = torch.arange(WORD_BITS, dtype=torch.int64, device=ancestors.device)
     return ((ancestors[..., None] >> shifts) & 1).bool().flatten(-2)[..., :nodes]
+
+
+def packed_bits(visible: Tensor) -> Tensor:
+    """The inverse of `ancestor_mask`: bool [..., N] as bits, int64 [..., ceil(N/64)]."""
+    nodes = visible.shape[-1]
+    words = -(-nodes // WORD_BITS)
+    padded = torch.nn.functional.pad(visible, (0, words * WORD_BITS - nodes))
+    shifts = torch.arange(WORD_BITS, dtype=torch.int64, device=visible.device)
+    return (padded.unflatten(-1, (words, WORD_BITS)).long() << shifts).sum(-1)
