@@ -79,18 +79,27 @@ class OffSwitch:
     Args:
         costs: The wrapper's measurements.
         max_draft_tokens: Longest draft.
+        is_fixed: Whether the drafter chooses the size of its drafts: then the budget is always
+            `max_draft_tokens`, or nothing.
         patience: Plain steps that may be lost before a pause.
     """
 
     shortest = 3  # with the root, a block of 4
     first_pause, longest_pause = 8, 64
 
-    def __init__(self, costs: StepCosts, max_draft_tokens: int, patience: float = 0.6) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        max_draft_tokens: int,
+        is_fixed: bool = False,
+        patience: float = 0.6,
+    ) -> None:
         self.costs = costs
         self.max_draft_tokens = max_draft_tokens
         self.patience = patience
         self.balance = 0.0
-        self.length = min(self.shortest, max_draft_tokens)
+        self.is_fixed = is_fixed
+        self.length = max_draft_tokens if is_fixed else min(self.shortest, max_draft_tokens)
         self.pause = self.first_pause
         self.waiting = 0
 
@@ -123,6 +132,8 @@ class OffSwitch:
             self.balance = 0.1 - self.patience  # the next trial has to pay for itself
         elif earned > paid:
             self.pause = self.first_pause
+        if self.is_fixed:
+            return
         longest = max(step.num_accepted)
         if longest >= max(step.draft_depth):
             length = 2 * (max(step.draft_depth) + 1) - 1

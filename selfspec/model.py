@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from selfspec.decode import Decoder
 from selfspec.detours import option_of_call
 from selfspec.double import Call, adapter_obstacle, check_model, doubled
 from selfspec.drafters import CombinedDrafter, Drafter
-from selfspec.drafters.named import label, resolve
+from selfspec.drafters.named import label, resolve, takes_drafts
 from selfspec.facade import Facade
 from selfspec.generation_options import other_loop
 from selfspec.metrics import SpecStats
@@ -31,6 +31,9 @@ from selfspec.stream import stream_steps
 from selfspec.target import Target
 
 if TYPE_CHECKING:
+    from os import PathLike
+
+    from torch import nn
     from transformers import (
         GenerationConfig,
         LogitsProcessorList,
@@ -47,7 +50,8 @@ _LOCK = threading.Lock()
 
 def wrap(
     model: PreTrainedModel,
-    drafter: str | Drafter | Sequence[Drafter] = "auto",
+    drafter: str | Drafter | Sequence[str | Drafter] = "auto",
+    drafts: str | PathLike[str] | Mapping[str, nn.Module] | None = None,
     **config: Any,
 ) -> SpeculativeModel:
     """Give `model` a `generate` that speculates. The model itself is not changed.
@@ -55,8 +59,12 @@ def wrap(
     Args:
         model: A transformers decoder, as it is, with adapters of PEFT, or compiled (requests then
             run the code that was compiled, uncompiled).
-        drafter: "auto" (n-gram drafts with the off switch), "ngram", "layer-skip", "early-exit",
-            "none", a drafter, or a list of drafters whose drafts are merged.
+        drafter: "auto" (n-gram drafts, and those of a trained draft if there is one, with the off
+            switch), "ngram", "layer-skip", "early-exit", "heads", "feature", "mtp", "none", a
+            drafter, or a list of drafters whose drafts are merged.
+        drafts: Where trained drafts are: a folder, a repository on the Hugging Face Hub, or
+            networks by kind ("feature", "heads", "exit"). None: in the folder `drafts` beside the
+            model's weights, if it was loaded from a folder that has one.
         **config: See `SpecConfig`.
 
     Returns:
@@ -65,15 +73,16 @@ def wrap(
 
     Raises:
         TypeError: If `model` is no transformers model that generates, or `drafter` is no drafter.
-        ValueError: If the model cannot be verified in blocks (recurrent state, encoder-decoder), or
-            an option is unknown or out of range.
+        ValueError: If the model cannot be verified in blocks (recurrent state, encoder-decoder), an
+            option is unknown or out of range, or drafts are missing, broken or made for another
+            model.
 
     Example:
         >>> spec = selfspec.wrap(model)
         >>> out = spec.generate(**inputs, max_new_tokens=256)
         >>> print(spec.stats)
     """
-    return SpeculativeModel(model, drafter, SpecConfig.from_dict(config))
+    return SpeculativeModel(model, drafter, SpecConfig.from_dict(config), drafts)
 
 
 class SpeculativeModel(Facade):
@@ -93,8 +102,9 @@ class SpeculativeModel(Facade):
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: str | Drafter | Sequence[Drafter],
+        drafter: str | Drafter | Sequence[str | Drafter],
         options: SpecConfig,
+        drafts: str | PathLike[str] | Mapping[str, nn.Module] | None = None,
     ) -> None:
         if isinstance(model, SpeculativeModel):
             raise TypeError("model is wrapped already; pass wrapper.model to wrap it anew.")
@@ -104,7 +114,8 @@ class SpeculativeModel(Facade):
         self.enabled = True
         self.stats = SpecStats()
         self._drafter_argument = drafter
-        self._drafter, switch = resolve(drafter)
+        self._drafts = self._find(drafts)
+        self._drafter, switch = resolve(drafter, self._drafts)
         self._off_switch = switch if options.off_switch is None else options.off_switch
         self._costs = StepCosts()
         self._warned: set[str] = set()
@@ -119,6 +130,23 @@ class SpeculativeModel(Facade):
         logger.info("%s", self)
         self._warn_of_compiled_code()
 
+    def _find(
+        self, drafts: str | PathLike[str] | Mapping[str, nn.Module] | None
+    ) -> Mapping[Any, nn.Module]:
+        """Trained networks by kind, as far as they are wanted."""
+        if not takes_drafts(self._drafter_argument):
+            if drafts is not None:
+                raise ValueError(
+                    f"drafts={drafts!r} has no use with drafter={self._drafter_argument!r}: choose "
+                    '"auto", "feature", "heads" or "early-exit".'
+                )
+            return {}
+        if isinstance(drafts, Mapping):
+            return drafts
+        from selfspec.checkpoints import find_drafts  # costs time only where it is needed
+
+        return find_drafts(self._decoder_model, drafts)
+
     def _warn_of_compiled_code(self) -> None:
         warning = f"{type(self._decoder_model).__name__} is compiled; requests run it uncompiled"
         if warning not in self._warned and compiled_parts(self.model):
@@ -132,6 +160,11 @@ class SpeculativeModel(Facade):
         if architecture.support == "none":
             return
         for drafter in self._parts():
+            network = getattr(drafter, "network", None)
+            if network is not None:
+                from selfspec.checkpoints import check_network  # for trained drafts alone
+
+                check_network(network, self._decoder_model)
             if hasattr(drafter, "bind"):
                 drafter.bind(architecture)
         self._decoder = Decoder(self._target, self.options)
@@ -233,11 +266,16 @@ class SpeculativeModel(Facade):
     def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeModel:
         model = copy.deepcopy(self.model, memo)
         return _restore(
-            model, copy.deepcopy(self._drafter_argument, memo), self.options, self.enabled
+            model,
+            copy.deepcopy(self._drafter_argument, memo),
+            self.options,
+            self.enabled,
+            copy.deepcopy(self._drafts, memo) or None,
         )
 
     def __reduce__(self) -> Any:
-        return _restore, (self.model, self._drafter_argument, self.options, self.enabled)
+        parts = self.model, self._drafter_argument, self.options, self.enabled, self._drafts or None
+        return _restore, parts
 
     # ------------------------------------------------------------------ decoding
 
@@ -307,7 +345,7 @@ class SpeculativeModel(Facade):
         if self._drafter_argument == "none":
             return FixedBudget(0)
         if self._off_switch:
-            return OffSwitch(self._costs, most)
+            return OffSwitch(self._costs, most, getattr(self._drafter, "sizes_itself", False))
         return FixedBudget(most)
 
     @contextmanager
@@ -336,8 +374,14 @@ def _named(name: str) -> type[SpeculativeModel]:
     return type(name, (SpeculativeModel,), names)
 
 
-def _restore(model: Any, drafter: Any, options: SpecConfig, enabled: bool) -> SpeculativeModel:
+def _restore(
+    model: Any,
+    drafter: Any,
+    options: SpecConfig,
+    enabled: bool,
+    drafts: Mapping[str, nn.Module] | None,
+) -> SpeculativeModel:
     """A wrapper from what `copy` and `pickle` keep of one."""
-    spec = SpeculativeModel(model, drafter, options)
+    spec = SpeculativeModel(model, drafter, options, drafts)
     spec.enabled = enabled
     return spec

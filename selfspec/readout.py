@@ -64,7 +64,7 @@ class Readout:
     @property
     def usable(self) -> bool:
         """Whether head and norm are (still) plain modules whose weights may be read directly."""
-        plain = self.offset is None or _is_plain(self.norm)
+        plain = self.offset is None or is_plain(self.norm)
         return self.in_place and self.head is not None and plain
 
     @property
@@ -76,7 +76,7 @@ class Readout:
     def head(self) -> nn.Linear | None:
         """The LM head, if it is an ordinary linear layer over tokens that can be embedded."""
         head = self.model.get_output_embeddings()
-        if type(head) is not nn.Linear or not _is_plain(head):
+        if type(head) is not nn.Linear or not is_plain(head):
             return None
         embeddings: Any = self.model.get_input_embeddings()
         return head if head.weight.shape[0] <= embeddings.weight.shape[0] else None
@@ -180,7 +180,7 @@ def _as_rms(norm: nn.Module, hidden: Tensor) -> tuple[float | None, float]:
     Compared on shifted states: where the mean is zero a LayerNorm without bias is an RMS norm.
     """
     eps = _numbers(norm, "variance_epsilon") + _numbers(norm, "eps")
-    if not eps or len(list(norm.parameters())) > 1 or not _is_plain(norm):
+    if not eps or len(list(norm.parameters())) > 1 or not is_plain(norm):
         return None, 0.0
     states = hidden + hidden.std()
     truth, weight = norm(states), norm.weight
@@ -216,7 +216,7 @@ def _numbers(holder: Any, name: str) -> list[float]:
     return [float(value)] if is_number and value else []
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
     """Whether its weight is what it computes with: not quantised, sharded, offloaded or hooked."""
     weight = module.weight
     return "forward" not in module.__dict__ and type(weight) is nn.Parameter and not weight.is_meta

@@ -12,7 +12,16 @@ import pytest
 import selfspec
 from selfspec.testing import DrafterError, check_drafter
 from selfspec.testing.rules import RULES
-from tests.drafters import BROKEN, HOARD, Drawn, Sound, small
+from tests.drafters import (
+    BROKEN,
+    HOARD,
+    Drawn,
+    Sound,
+    random_exit,
+    random_feature,
+    random_heads,
+    small,
+)
 
 PROMPTS = [[5, 9, 3, 7, 5, 9, 3], [4, 8, 4]]
 
@@ -29,6 +38,16 @@ SOUND: dict[str, Callable[[], Any]] = {
     "early exit, drawn": lambda: selfspec.EarlyExitDrafter(1, 2, 0.0, branches=2, do_sample=True),
     "layer-skip": lambda: selfspec.LayerSkipDrafter([1], 3, 0.0, branches=2),
     "merged": lambda: [selfspec.NGramDrafter(1), selfspec.LayerSkipDrafter([0], 2)],
+    "heads": lambda: selfspec.HeadsDrafter(random_heads(32, 32)),
+    "medusa heads": lambda: selfspec.HeadsDrafter(random_heads(32, 32, conditioned=False)),
+    "feature": lambda: selfspec.FeatureDrafter(random_feature(32, 32), min_gain=0.0),
+    "feature, drawn": lambda: selfspec.FeatureDrafter(
+        random_feature(32, 32), 2, 4, 0.0, do_sample=True, branches=2
+    ),
+    "trained exit": lambda: selfspec.EarlyExitDrafter(
+        confidence=0.0, branches=2, network=random_exit(32, 32, 1)
+    ),
+    "heads, drawn": lambda: selfspec.HeadsDrafter(random_heads(32, 32), do_sample=True),
 }
 
 

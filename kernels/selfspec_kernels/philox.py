@@ -37,7 +37,9 @@ def uniform(seed: Tensor, index: Tensor, position: Tensor, stream: int) -> Tenso
     return _between(words.gather(-1, lane)[..., 0])
 
 
-def exponential(seed: Tensor, count: int, position: Tensor, stream: int, node: int = 0) -> Tensor:
+def exponential(
+    seed: Tensor, count: int, position: Tensor, stream: int, node: int | Tensor = 0
+) -> Tensor:
     """Standard exponential numbers, -log(1 - uniform), of the indices 0..count - 1.
 
     The x of the least e[x] / w[x] has the law w[x] / sum(w): a draw without a sum.
@@ -47,18 +49,22 @@ def exponential(seed: Tensor, count: int, position: Tensor, stream: int, node: i
         count: How many.
         position: Like `seed`.
         stream: See `uniform`.
-        node: Tells apart several draws of one position, such as those of a draft.
+        node: Tells apart several draws of one position, such as those of a draft; one number, or
+            integers like `seed`.
 
     Returns:
-        float32 [..., count]; small numbers, which decide, keep their precision.
+        float32 [..., count]; small numbers, which decide, keep their precision. The three tensors
+        are broadcast.
     """
     index = torch.arange(-(-count // 4), device=seed.device)
+    if isinstance(node, Tensor):
+        node = node[..., None]
     words = torch.stack(_philox(seed[..., None], index, position[..., None], stream, node), dim=-1)
     return torch.log1p(_between(words.flatten(-2)[..., :count]).neg_()).neg_()
 
 
 def _philox(
-    seed: Tensor, index: Tensor, position: Tensor, stream: int, node: int = 0
+    seed: Tensor, index: Tensor, position: Tensor, stream: int, node: int | Tensor = 0
 ) -> tuple[Tensor, ...]:
     """The four words of one counter, as int64 in 0..2**32 - 1."""
     key = [seed & _WORD, (seed >> 32) & _WORD]

@@ -2,7 +2,10 @@
 
 from selfspec.drafters.combined import CombinedDrafter
 from selfspec.drafters.early_exit import EarlyExitDrafter
+from selfspec.drafters.feature import FeatureDrafter
+from selfspec.drafters.heads import HeadsDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter, SkipSet
+from selfspec.drafters.mtp import MtpDrafter
 from selfspec.drafters.ngram import NGramDrafter
 from selfspec.drafters.protocol import Drafter
 
@@ -10,7 +13,10 @@ __all__ = [
     "CombinedDrafter",
     "Drafter",
     "EarlyExitDrafter",
+    "FeatureDrafter",
+    "HeadsDrafter",
     "LayerSkipDrafter",
+    "MtpDrafter",
     "NGramDrafter",
     "SkipSet",
 ]

@@ -48,6 +48,11 @@ class CombinedDrafter:
         """Whether all of them do."""
         return all(getattr(d, "makes_valid_trees", False) for d in self.drafters)
 
+    @property
+    def sizes_itself(self) -> bool:
+        """Whether any of them chooses the size of its drafts."""
+        return any(getattr(d, "sizes_itself", False) for d in self.drafters)
+
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """One tree with the drafts of all, cut to the budget."""
         return TokenTree.merge([d.draft(state, budget) for d in self.drafters], budget)

@@ -1,4 +1,4 @@
-"""Early exit: draft with the first layers, verify with the rest.
+"""Early exit: draft with the first layers, and perhaps a trained exit; verify with the rest.
 
 Elhoushi et al. 2024 (LayerSkip), https://arxiv.org/abs/2404.16710, and Zhang et al. 2023 (Draft &
 Verify), https://arxiv.org/abs/2309.08168.
@@ -7,31 +7,36 @@ Verify), https://arxiv.org/abs/2309.08168.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from selfspec_kernels.draft_topk import MAX_K
 
+from selfspec.checkpoints.pretrained import Pretrained
+from selfspec.drafters.exit_readout import ExitReadout
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
+from selfspec.drafters.trained import Fits
 from selfspec.patch import LayerPlan
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
+    from selfspec.checkpoints.folder import Kind
+    from selfspec.networks.exit import ExitNetwork
     from selfspec.state import Acceptance, DecodeState, TargetOutput
     from selfspec.tree import TokenTree
 
 
-class EarlyExitDrafter:
-    """Drafts with the first `exit_layer` layers, the final norm and the LM head.
+class EarlyExitDrafter(Pretrained):
+    """Drafts with the first `exit_layer` layers and an exit.
 
-    Keys, values and hidden states of those layers are shared with verification, which runs the
-    remaining layers only. Pays on models that were trained for it (LayerSkip, or a trained exit);
-    on others acceptance is low, and the wrapper's off switch or another drafter is the better
-    choice.
+    The exit is the model's final norm and LM head, or a trained network in their place. Keys,
+    values and hidden states of those layers are shared with verification, which runs the remaining
+    layers only. Pays on models that were trained for it (LayerSkip), or with a trained exit; on
+    others acceptance is low, and the wrapper's off switch or another drafter is the better choice.
 
     Args:
         exit_layer: How many layers the draft runs, a count: `exit_layer=8` uses layers 0..7. None
-            takes a third of the model.
+            takes a third of the model, or what `network` was trained for.
         max_draft_tokens: Longest chain.
         confidence: Stop a row's chain after a token whose draft probability was below this. With
             `branches`, the rows of a batch stop together, when the last one would.
@@ -40,15 +45,18 @@ class EarlyExitDrafter:
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
         do_sample: In requests that sample, draw the draft from the layers' own distribution instead
             of taking its likeliest tokens.
+        network: A trained exit.
 
     Raises:
         TypeError: If an option is of another type.
-        ValueError: If a number is out of range; an `exit_layer` beyond the model's last layer is
-            found when the drafter first meets the model.
+        ValueError: If a number is out of range, or `exit_layer` is not that of `network`; an
+            `exit_layer` beyond the model's last layer is found when the drafter first meets the
+            model.
     """
 
     hidden_taps: Sequence[int] = ()
     makes_valid_trees = True
+    network_kind: ClassVar[Kind] = "exit"
 
     def __init__(
         self,
@@ -57,9 +65,17 @@ class EarlyExitDrafter:
         confidence: float = 0.4,
         branches: int = 1,
         do_sample: bool = False,
+        network: ExitNetwork | None = None,
     ) -> None:
         if exit_layer is not None:
             check_int("exit_layer", exit_layer, 1)
+        if network is not None:
+            trained = network.config.exit_layer
+            if exit_layer not in (None, trained):
+                raise ValueError(
+                    f"exit_layer={exit_layer}: the network was trained for exit_layer={trained}."
+                )
+            exit_layer = trained
         check_int("max_draft_tokens", max_draft_tokens, 1)
         check_probability("confidence", confidence)
         check_int("branches", branches, 1, MAX_K)
@@ -69,6 +85,8 @@ class EarlyExitDrafter:
         self.confidence = confidence
         self.branches = branches
         self.do_sample = do_sample
+        self.network = network
+        self._fits = None if network is None else Fits(network)
 
     def bind(self, architecture: Architecture) -> None:
         """Check against a model.
@@ -83,6 +101,8 @@ class EarlyExitDrafter:
                 f"exit_layer={self.exit_layer} is out of range: the model has {count} layers, "
                 f"choose 1..{count}."
             )
+        if self.network is not None and self._fits is not None:
+            self._fits.check_tokens(architecture)
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """One chain a row from the exit, and its branches."""
@@ -90,8 +110,22 @@ class EarlyExitDrafter:
         exit_layer = self.exit_layer or max(1, num_layers // 3)
         plan = LayerPlan(last=exit_layer)
         tokens = min(budget, self.max_draft_tokens)
+        readout = None
+        if self._fits is not None:
+            target = state.target
+            dtype, device = target.model.dtype, state.root.device
+            fitted = self._fits.on(target.architecture, dtype, device, self.bind)
+            readout = ExitReadout(fitted)
         return draft_chain(
-            state, plan, exit_layer, tokens, self.confidence, self.branches, budget, self.do_sample
+            state,
+            plan,
+            exit_layer,
+            tokens,
+            self.confidence,
+            self.branches,
+            budget,
+            self.do_sample,
+            readout,
         )
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:

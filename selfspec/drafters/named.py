@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from selfspec.drafters.combined import CombinedDrafter
 from selfspec.drafters.early_exit import EarlyExitDrafter
+from selfspec.drafters.feature import FeatureDrafter
+from selfspec.drafters.heads import HeadsDrafter
 from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.mtp import MtpDrafter
 from selfspec.drafters.ngram import NGramDrafter
 from selfspec.drafters.protocol import Drafter
 
-_BY_NAME: dict[str, Callable[[], Drafter]] = {
+_BY_NAME: dict[str, Callable[..., Drafter]] = {
     "ngram": NGramDrafter,
     "layer-skip": LayerSkipDrafter,
     "early-exit": EarlyExitDrafter,
+    "heads": HeadsDrafter,
+    "feature": FeatureDrafter,
+    "mtp": MtpDrafter,
 }
+_KINDS = {"heads": "heads", "feature": "feature", "early-exit": "exit"}
+_NEEDED = {"heads", "feature"}
+
+Drafts = Mapping[str, Any]
 
 
-def resolve(drafter: str | Drafter | Sequence[str | Drafter]) -> tuple[Drafter, bool]:
+def takes_drafts(drafter: object) -> bool:
+    """Whether any of the names that a user passes as `drafter` stands for a trained draft."""
+    if isinstance(drafter, str):
+        return drafter == "auto" or drafter in _KINDS
+    return isinstance(drafter, Sequence) and any(takes_drafts(part) for part in drafter)
+
+
+def resolve(
+    drafter: str | Drafter | Sequence[str | Drafter], drafts: Drafts
+) -> tuple[Drafter, bool]:
     """The drafter that is meant.
 
     Args:
         drafter: As for `selfspec.wrap`.
+        drafts: Trained networks by kind.
 
     Returns:
         The drafter, and whether the off switch is on by default.
 
     Raises:
-        ValueError: If a name is unknown or a list is empty.
+        ValueError: If a name is unknown, needs a draft that there is not, or a list is empty.
         TypeError: If an object lacks a member of the protocol, or is a class.
     """
     if isinstance(drafter, str):
         if drafter in ("auto", "none"):
-            return NGramDrafter(), drafter == "auto"
-        if drafter not in _BY_NAME:
-            known = ", ".join(repr(k) for k in ("auto", *_BY_NAME, "none"))
-            raise ValueError(
-                f"drafter={drafter!r} is unknown; choose one of {known}, or pass a drafter."
-            )
-        return _BY_NAME[drafter](), False
+            return _best_of(drafts if drafter == "auto" else {}), drafter == "auto"
+        return _named(drafter, drafts), False
     if isinstance(drafter, Sequence):
         if "none" in drafter:
             raise ValueError("drafter='none' cannot be part of a list.")
-        return CombinedDrafter([resolve(d)[0] for d in drafter]), False
+        return CombinedDrafter([resolve(d, drafts)[0] for d in drafter]), False
     missing = [m for m in ("hidden_taps", "draft", "observe", "reset") if not hasattr(drafter, m)]
     if missing or isinstance(drafter, type):
         what = (
@@ -56,10 +72,38 @@ def resolve(drafter: str | Drafter | Sequence[str | Drafter]) -> tuple[Drafter, 
     return drafter, False
 
 
+def _best_of(drafts: Drafts) -> Drafter:
+    """Copies of the text, and the best of the trained drafts beside them."""
+    for name in ("feature", "heads"):
+        if name in drafts:
+            return CombinedDrafter([NGramDrafter(), _named(name, drafts)])
+    return NGramDrafter()
+
+
+def _named(name: str, drafts: Drafts) -> Drafter:
+    if name not in _BY_NAME:
+        known = ", ".join(repr(k) for k in ("auto", *_BY_NAME, "none"))
+        raise ValueError(f"drafter={name!r} is unknown; choose one of {known}, or pass a drafter.")
+    network = drafts.get(_KINDS.get(name, ""))
+    if network is not None:
+        return _BY_NAME[name](network=network)
+    if name in _NEEDED:
+        there = f"there are only {', '.join(drafts)}" if drafts else "none lie beside the model"
+        raise ValueError(
+            f"drafter={name!r} needs a trained draft, and {there}: pass drafts= a folder that has "
+            "one, or train one (examples/train_drafts.py)."
+        )
+    return _BY_NAME[name]()
+
+
 def label(argument: object, drafter: Drafter) -> str:
     """How a wrapper names its drafter."""
     if isinstance(argument, str):
-        return "ngram (auto: the one that needs no training)" if argument == "auto" else argument
+        if argument != "auto":
+            return argument
+        if isinstance(drafter, CombinedDrafter):
+            return "ngram + " + label(None, drafter.drafters[1]) + " (auto: trained for the model)"
+        return "ngram (auto: the one that needs no training)"
     if isinstance(drafter, CombinedDrafter):
         return " + ".join(type(d).__name__ for d in drafter.drafters)
     return type(drafter).__name__

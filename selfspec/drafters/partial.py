@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from selfspec.architectures import Architecture
+    from selfspec.drafters.exit_readout import ExitReadout
     from selfspec.readout import Readout
     from selfspec.state import DecodeState
 
@@ -50,6 +51,7 @@ def draft_chain(
     branches: int = 1,
     budget: int = 0,
     do_sample: bool = False,
+    exit_readout: ExitReadout | None = None,
 ) -> TokenTree:
     """Draft one chain a row with the layers that `plan` runs.
 
@@ -69,6 +71,8 @@ def draft_chain(
             leaf siblings, the first positions first. Models that verify chains only get no leaves.
         budget: Most draft tokens a row, leaves included; only leaves need it.
         do_sample: Draw tokens, if the request does, rather than take the likeliest.
+        exit_readout: Trained for the state after the last layer that runs; None reads tokens as
+            the model does after its last layer.
 
     Returns:
         The drafts, with the shared work attached.
@@ -79,10 +83,11 @@ def draft_chain(
         shared = 0
     most = min(branches, budget) if architecture.support == "tree" else 1
     last = architecture.num_layers
-    readout = architecture.readout
     drawn = do_sample and draws(state)
-    if drawn or (readout is not None and not readout.usable):
-        readout = None  # q is needed whole
+    readout: Readout | ExitReadout | None = exit_readout
+    if exit_readout is None and not drawn:  # drawing needs q whole
+        own = architecture.readout
+        readout = own if own is not None and own.usable else None
     plan.taps = frozenset(({shared} if shared else set()) | ({last} if readout else set()))
     rooms = [max(1, state.room(b)) for b in range(state.batch)]  # most nodes, the root included
     room = torch.tensor(rooms, dtype=torch.int32, device=device)
@@ -103,12 +108,16 @@ def draft_chain(
         if shared:
             states.append(plan.captured[shared])
         if drawn:
-            count = min(most, logits.shape[-1])
-            ids, q = draw(state, logits[:, -1], tree.tokens[:, 1:], count)
+            among = None
+            if exit_readout is not None:
+                logits = exit_readout.logits(plan.captured[last], logits.shape[-1])
+                among = exit_readout.known
+            count = min(most, logits.shape[-1] if among is None else len(among))
+            ids, q = draw(state, logits[:, -1], tree.tokens[:, 1:], count, among)
             log_q.append(q)
             top1 = q.gather(1, ids[:, :1])[:, 0].exp() if confidence > 0 else None
         elif readout is None:
-            ids, top1 = _best_of(logits[:, -1], most, confidence > 0)
+            ids, top1 = best_of(logits[:, -1], most, confidence > 0)
         else:
             ids, top1 = _best_after(plan.captured[last][:, -1], readout, most, confidence > 0)
         ids = ids.to(device)
@@ -139,7 +148,7 @@ def draft_chain(
     return replace(tree, num_nodes=num_nodes, resume=resume, log_q=known)
 
 
-def _best_of(logits: Tensor, k: int, measured: bool) -> tuple[Tensor, Tensor | None]:
+def best_of(logits: Tensor, k: int, measured: bool) -> tuple[Tensor, Tensor | None]:
     """Ids [B, k] of the largest logits [B, V], and the probability of the first if it is asked."""
     if k == 1:
         ids = logits.argmax(-1, keepdim=True)
@@ -149,7 +158,7 @@ def _best_of(logits: Tensor, k: int, measured: bool) -> tuple[Tensor, Tensor | N
 
 
 def _best_after(
-    hidden: Tensor, readout: Readout, k: int, measured: bool
+    hidden: Tensor, readout: Readout | ExitReadout, k: int, measured: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The same from the last layer's output [B, C]."""
     if k == 1 and measured:

@@ -85,6 +85,9 @@ def test_nodes_draw_apart():
         u = torch.tensor((word + 0.5) * 2.0**-32, dtype=torch.float64)
         torch.testing.assert_close(got[2][b, 6].double(), -torch.log1p(-u), rtol=1e-6, atol=0)
     assert len({float(e[0, 0]) for e in got}) == 3
+    nodes = torch.tensor([0, 1, 2**20])
+    at_once = philox.exponential(seed[:, None], 40, position[:, None], philox.DRAFT, nodes)
+    assert torch.equal(at_once, torch.stack(got, dim=1))
 
 
 def test_streams_do_not_depend_on_each_other():

@@ -13,7 +13,6 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
-LATER = "with trained drafts"
 _NAME = re.compile(r"test_((?:[a-j]\d+_)+)")
 _ROW = re.compile(r"\| ([A-J]\d+) \| (.*) \| (.*) \| (.*) \|")
 
@@ -26,8 +25,7 @@ class Row:
         id: A letter and a number.
         reports: Public reports, owner/repo#number.
         holds: What must hold.
-        where: Files with tests; "gpu" behind a file whose tests of it need a GPU; "with trained
-            drafts" for what cannot be tested before there are any.
+        where: Files with tests; "gpu" behind a file whose tests of it need a GPU.
     """
 
     id: str
@@ -71,17 +69,11 @@ def places() -> dict[str, str]:
     }
 
 
-def where(row: Row, found: dict[str, str]) -> str:
-    """What the column should say, given what is found."""
-    later = [LATER] if LATER in row.where else []
-    return "; ".join([*filter(None, [found.get(row.id, "")]), *later])
-
-
 def _write() -> None:
     found = places()
     text = README.read_text()
     for row in rows():
-        fresh = Row(row.id, row.reports, row.holds, where(row, found))
+        fresh = Row(row.id, row.reports, row.holds, found.get(row.id, ""))
         text = text.replace(str(row), str(fresh))
     README.write_text(text)
 

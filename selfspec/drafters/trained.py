@@ -1,0 +1,131 @@
+"""A trained network as it runs on the models that it drafts for.
+
+The user's network is left as it is. A model of another device or dtype, or one whose LM head the
+network borrows rows of, gets a copy, made once and again when model or network have changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from selfspec.networks.vocabulary import DraftHead
+from selfspec.readout import is_plain
+
+if TYPE_CHECKING:
+    from selfspec.architectures import Architecture
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+class Fits(Generic[Network]):
+    """One network, and what it looks like on every model that it drafts for.
+
+    Args:
+        network: As the user made or loaded it.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        # By model: what model and network looked like, and the network as it runs there.
+        self._known: WeakKeyDictionary[Architecture, tuple[Any, Network]] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        """How many models it is fitted to."""
+        return len(self._known)
+
+    def __getitem__(self, architecture: Architecture) -> Network:
+        """The network as it was last made for a model."""
+        return self._known[architecture][1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what can be made again from a model."""
+        return {"network": self.network}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy that shares nothing."""
+        self.network, self._known = state["network"], WeakKeyDictionary()
+
+    def check_tokens(self, architecture: Architecture) -> None:
+        """Refuse a model without the tokens that the network drafts.
+
+        Raises:
+            ValueError: If there is such a token, or an LM head has no rows to borrow.
+        """
+        count = len(architecture.vocabulary)
+        for head in _heads(self.network):
+            if head.weight is None:
+                count = min(count, _lent(architecture).shape[0])
+            highest = head.vocab_size - 1 if head.ids is None else int(head.ids.max())
+            if highest >= count:
+                raise ValueError(
+                    f"the draft can draft token {highest} (of vocab_size={head.vocab_size}), the "
+                    f"model has tokens 0..{count - 1}; use one that was trained on this model."
+                )
+
+    def on(
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+        check: Callable[[Architecture], None],
+    ) -> Network:
+        """The network for a model, which may have changed since it was bound.
+
+        Args:
+            architecture: Of the model.
+            dtype: Of the states that it reads.
+            device: Where token ids go in.
+            check: Called before the network is made anew; raises if they no longer fit.
+        """
+        borrows = any(head.weight is None for head in _heads(self.network))
+        tensors = [*self.network.parameters(), *self.network.buffers()]
+        if borrows:
+            tensors.append(_lent(architecture))
+        key = dtype, device, len(architecture.vocabulary), [_mark(tensor) for tensor in tensors]
+        known = self._known.get(architecture)
+        if known is not None and known[0] == key:
+            return known[1]
+        check(architecture)
+        with torch.inference_mode(False), torch.no_grad():
+            # Other modules around the same tensors; moving those leaves the user's as they are.
+            memo: dict[int, Any] = {id(tensor): tensor for tensor in self.network.buffers()}
+            for tensor in self.network.parameters():
+                memo[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
+            network = copy.deepcopy(self.network, memo)
+            for head in _heads(network):
+                if borrows:
+                    head.attach(tensors[-1])
+            network = network.to(device=device, dtype=dtype).eval()
+        self._known[architecture] = key, network
+        return network
+
+
+def _heads(network: nn.Module) -> list[DraftHead]:
+    return [part for part in network.modules() if isinstance(part, DraftHead)]
+
+
+def _lent(architecture: Architecture) -> Tensor:
+    """The weight [V, C] of the model's LM head.
+
+    Raises:
+        ValueError: If it is not what the model computes with.
+    """
+    head = architecture.head()
+    if type(head) is not nn.Linear or not is_plain(head):
+        raise ValueError(
+            "own_head=False: the draft uses rows of the model's LM head, which is no plain linear "
+            "layer (it may be quantised); use a draft with an LM head of its own."
+        )
+    return head.weight
+
+
+def _mark(tensor: Tensor) -> tuple[Any, ...]:
+    """What tells a tensor from another one, and from itself after it was written to."""
+    version = None if tensor.is_inference() else tensor._version
+    return id(tensor), tensor.data_ptr(), version, tensor.shape, tensor.dtype, tensor.device

@@ -1,0 +1,142 @@
+"""`wrap(model, drafts=...)`: which trained drafts are found, and who uses them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import selfspec
+from selfspec.checkpoints import save
+from selfspec.controller import OffSwitch, StepCosts
+from selfspec.networks.exit import ExitConfig, ExitNetwork
+from selfspec.networks.feature import FeatureConfig, FeatureNetwork
+from selfspec.networks.heads import HeadsConfig, HeadsNetwork
+from tests.families import tiny
+
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+
+
+def networks() -> dict[str, Any]:
+    feature = FeatureConfig(64, 64, (1, 2, 4), 64, 32, 4, 2, 16, own_head=False)
+    made = {
+        "feature": FeatureNetwork(feature),
+        "heads": HeadsNetwork(HeadsConfig(64, 64, num_heads=2)),
+        "exit": ExitNetwork(ExitConfig(64, 64, exit_layer=2, intermediate_size=32)),
+    }
+    return {kind: network.eval() for kind, network in made.items()}
+
+
+def folder_of(tmp_path: Path, kinds: tuple[str, ...]) -> Path:
+    """A model's folder with drafts of `kinds` in it."""
+    model = tiny.build("llama")
+    model.save_pretrained(tmp_path)
+    for kind in kinds:
+        save(networks()[kind], tmp_path / "drafts" / kind, base=model)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("drafter", "kind"),
+    [("feature", "FeatureDrafter"), ("heads", "HeadsDrafter"), ("early-exit", "EarlyExitDrafter")],
+)
+def test_a_name_takes_the_draft_of_its_kind(drafter: str, kind: str) -> None:
+    model, drafts = tiny.build("llama"), networks()
+    spec = selfspec.wrap(model, drafter, drafts=drafts)
+    part = spec._drafter
+    assert type(part).__name__ == kind
+    assert part.network in drafts.values()
+    prompt = tiny.prompts(2)
+    assert spec.generate(**prompt, **GREEDY).tolist() == model.generate(**prompt, **GREEDY).tolist()
+    assert spec.stats.drafted > 0
+
+
+def test_auto_copies_and_drafts_with_the_best_there_is() -> None:
+    model, drafts = tiny.build("llama"), networks()
+    spec = selfspec.wrap(model, drafts=drafts)
+    names = [type(part).__name__ for part in spec._drafter.drafters]
+    assert names == ["NGramDrafter", "FeatureDrafter"]
+    assert "ngram + FeatureDrafter (auto: trained for the model)" in repr(spec)
+    assert "off switch on" in repr(spec)
+    del drafts["feature"]
+    assert "ngram + HeadsDrafter" in repr(selfspec.wrap(model, drafts=drafts))
+    # The exit alone takes longer than a copy is worth.
+    del drafts["heads"]
+    assert "drafts: ngram (auto" in repr(selfspec.wrap(model, drafts=drafts))
+
+
+def test_drafts_beside_the_model_are_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of(tmp_path, ("feature", "exit"))
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with caplog.at_level(logging.INFO, "selfspec"):
+        spec = selfspec.wrap(model)
+    assert "ngram + FeatureDrafter" in caplog.text
+    prompt = tiny.prompts(1)
+    plain = model.generate(**prompt, **GREEDY).tolist()
+    assert spec.generate(**prompt, **GREEDY).tolist() == plain
+    assert selfspec.wrap(model, "early-exit")._drafter.network is not None
+    # Who names a folder gets that one, whatever lies beside the model.
+    other = folder_of(tmp_path / "other", ("heads",)) / "drafts"
+    assert "ngram + HeadsDrafter" in repr(selfspec.wrap(model, drafts=other))
+    # A copy and a pickle draft as the wrapper does.
+    for again in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+        assert repr(again) == repr(spec)
+        assert again.generate(**prompt, **GREEDY).tolist() == plain
+
+
+def test_drafts_of_another_model_are_refused(tmp_path: Path) -> None:
+    drafts = folder_of(tmp_path, ("feature",)) / "drafts"
+    other = tiny.llama(initializer_range=0.2)
+    with pytest.raises(ValueError, match="base"):
+        selfspec.wrap(other, drafts=drafts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"drafter": "feature"}, "needs a trained draft, and none lie beside the model"),
+        ({"drafter": "heads", "drafts": {"exit": None}}, "there are only exit"),
+        ({"drafter": "ngram", "drafts": {"exit": None}}, "has no use with drafter='ngram'"),
+        ({"drafter": selfspec.NGramDrafter(), "drafts": "x/y"}, "has no use"),
+        ({"drafts": "/nowhere/at/all"}, "no folder"),
+    ],
+)
+def test_what_cannot_be(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        selfspec.wrap(tiny.build("llama"), **arguments)
+
+
+def test_names_in_a_list_take_their_drafts() -> None:
+    spec = selfspec.wrap(tiny.build("llama"), ["ngram", "feature"], drafts=networks())
+    assert [type(d).__name__ for d in spec._drafter.drafters] == ["NGramDrafter", "FeatureDrafter"]
+
+
+def test_trees_that_size_themselves_get_the_whole_budget() -> None:
+    assert OffSwitch(StepCosts(), 31, is_fixed=True).length == 31
+    spec = selfspec.wrap(tiny.build("llama"), drafts=networks())
+    request: Any = None
+    controller = spec._controller(request)
+    assert isinstance(controller, OffSwitch)
+    assert controller.is_fixed
+    assert not selfspec.wrap(tiny.build("llama"))._controller(request).is_fixed  # type: ignore[attr-defined]
+
+
+def test_the_users_network_is_left_as_it_is() -> None:
+    model = tiny.build("llama", dtype=torch.float64)
+    for kind, name in (("feature", "feature"), ("heads", "heads"), ("exit", "early-exit")):
+        network = networks()[kind]
+        before = {k: v.clone() for k, v in network.state_dict().items()}
+        selfspec.wrap(model, name, drafts={kind: network}).generate(**tiny.prompts(1), **GREEDY)
+        after = network.state_dict()
+        assert list(after) == list(before)
+        assert all(
+            torch.equal(after[k], v) and after[k].dtype == v.dtype for k, v in before.items()
+        )
