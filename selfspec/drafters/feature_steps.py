@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from selfspec_kernels import TreeLayout, tree_attention
@@ -40,21 +40,24 @@ class FeatureSteps:
             assert architecture.readout is not None
             self._norm = architecture.readout.norm
         self._last: Tensor | None = None
+        self._table: tuple[Tensor, Tensor] | None = None
 
     def best(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Tokens int64 [B, W, k] after outputs [B, W, C], best first, and log-probabilities.
 
         `k` is `count`, or all of a smaller vocabulary.
         """
-        network = self.network
-        matrix = network.head.matrix
-        count = min(count, matrix.shape[0])
+        network, head = self.network, self.network.head
+        count = min(count, head.size)
+        if not hidden.is_cuda:  # the fused operation is defined, not made, for other devices
+            log_probs = head(network.readout(hidden)).float().log_softmax(-1)
+            top = log_probs.topk(count)
+            return head.tokens(top.indices), top.values
+        norm: dict[str, Any] = {}
         if network.config.layout == "eagle3":
-            weight, eps = network.norm.weight, network.norm.eps
-            found = draft_topk(hidden, matrix, count, norm_weight=weight, norm_eps=eps)
-        else:
-            found = draft_topk(hidden, matrix, count)
-        return network.head.tokens(found[0]), found[1]
+            norm = {"norm_weight": network.norm.weight, "norm_eps": network.norm.eps}
+        indices, best = draft_topk(hidden, head.matrix, count, **norm)
+        return head.tokens(indices), best
 
     def catch_up(self, state: DecodeState) -> Tensor:
         """Cache entries for all states that wait; the output after the last one, [B, 1, C].
@@ -119,8 +122,18 @@ class FeatureSteps:
             return tree_attention(queries, kept_keys, kept_values, layout)
 
         embedded = self._embed()(tokens).to(feature.dtype)
-        out: Tensor = network(embedded, feature, network.angles(positions, feature.dtype), attend)
+        out: Tensor = network(embedded, feature, self._angles(positions, feature.dtype), attend)
         return out
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`FeatureNetwork.angles`, out of a table that grows with the text."""
+        slots = self.seen.cache.capacity + 1
+        if self._table is None or self._table[0].shape[0] < slots:
+            every = torch.arange(2 * slots, device=positions.device)[None]
+            cos, sin = self.network.angles(every, dtype)
+            self._table = cos[0, 0], sin[0, 0]
+        cos, sin = (rows[positions][:, None] for rows in self._table)
+        return cos, sin
 
 
 class Expansion:

@@ -66,7 +66,8 @@ class FeaturesSeen:
         """Add the first `new[b]` of `states` [B, P, n C] to every row."""
         filled, most = max(self.counts), max(n + c for n, c in zip(new, self.counts, strict=True))
         if filled == 0 and states.shape[1] >= most:
-            self.waiting, self.counts = states[:, :most], new
+            # Not a view: products of a strided batch copy their weights.
+            self.waiting, self.counts = states[:, :most].contiguous(), new
             return
         if most > self.waiting.shape[1]:
             grown = states.new_zeros(states.shape[0], max(most, 2 * filled), states.shape[2])
@@ -89,7 +90,7 @@ class FeaturesSeen:
         """
         counts = [min(count, most) for count in self.counts]
         width = max(counts)
-        states = self.waiting[:, :width]
+        states = self.waiting[:, :width].contiguous()
         ids = torch.zeros(state.batch, width, dtype=torch.int64)
         for b, count in enumerate(counts):
             if count:

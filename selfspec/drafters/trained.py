@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from selfspec.networks.feature import FeatureNetwork
 from selfspec.networks.vocabulary import DraftHead
 from selfspec.readout import is_plain
 
@@ -102,6 +103,8 @@ class Fits(Generic[Network]):
                 if borrows:
                     head.attach(tensors[-1])
             network = network.to(device=device, dtype=dtype).eval()
+            if isinstance(network, FeatureNetwork):
+                network.pack()
         self._known[architecture] = key, network
         return network
 

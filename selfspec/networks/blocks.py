@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -25,6 +27,30 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Packed:
+    """Linear layers of one input as one product: a draft step is short, and every call counts.
+
+    Their weights become views of one matrix. For inference: layers that are moved to another device
+    or dtype later are not followed.
+
+    Args:
+        layers: With as many inputs each.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.sizes = [layer.out_features for layer in layers]
+        with torch.no_grad():
+            self.weight = torch.cat(tuple(layer.weight for layer in layers))
+            biases = tuple(layer.bias for layer in layers if layer.bias is not None)
+            self.bias = torch.cat(biases) if biases else None
+            for layer, rows in zip(layers, self.weight.split(self.sizes), strict=True):
+                layer.weight = nn.Parameter(rows, requires_grad=False)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One output [..., out] a layer of x [..., in]."""
+        return functional.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+
+
 class GatedMLP(nn.Module):
     """SwiGLU, as in Llama.
 
@@ -39,9 +65,19 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, size, bias=False)
 
+        self.gate_up: Packed | None = None
+
+    def pack(self) -> None:
+        """See `Packed`."""
+        self.gate_up = Packed([self.gate_proj, self.up_proj])
+
     def forward(self, x: Tensor) -> Tensor:
         """Of [..., C]."""
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = self.gate_up(x)
+        out: Tensor = self.down_proj(functional.silu(gate) * up)
         return out
 
 

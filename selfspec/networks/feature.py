@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from selfspec.networks.blocks import GatedMLP, RMSNorm
+from selfspec.networks.blocks import GatedMLP, Packed, RMSNorm
 from selfspec.networks.vocabulary import DraftHead
 
 # attend(queries [B, H, T, D], keys [B, K, T, D], values [B, K, T, D]) -> [B, H, T, D]
@@ -125,6 +125,16 @@ class FeatureNetwork(nn.Module):
         self.mlp = GatedMLP(size, c.intermediate_size)
         self.head = DraftHead(size, c.vocab_size, c.draft_vocab_size, own=c.own_head)
         self.rotary = _rotary(c)
+        self._inputs: Packed | None = None
+
+    @property
+    def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def pack(self) -> None:
+        """Join products of one input, see `Packed`; not for a network that is trained or saved."""
+        self._inputs = Packed(self._projections)
+        self.mlp.pack()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FeatureNetwork:
         # In two bytes the frequencies would turn far positions by whole radians.
@@ -168,14 +178,8 @@ class FeatureNetwork(nn.Module):
         else:
             x = residual = self.fc(torch.cat([embedded, feature], dim=-1))
         batch, length, _ = x.shape
-        q, k, v = (
-            projection(x).view(batch, length, heads, c.head_dim).transpose(1, 2)
-            for projection, heads in (
-                (self.q_proj, c.num_heads),
-                (self.k_proj, c.num_key_value_heads),
-                (self.v_proj, c.num_key_value_heads),
-            )
-        )
+        found = self._inputs(x) if self._inputs else (p(x) for p in self._projections)
+        q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in found)
         attended = attend(_rotated(q, *angles), _rotated(k, *angles), v)
         residual = residual + self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
         out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
