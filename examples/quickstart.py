@@ -9,7 +9,7 @@ import torch
 from transformers import TextStreamer
 
 import selfspec
-from demo_model import load
+from demo_model import drafts, load
 
 ROUNDS = 3
 CODE = """\
@@ -46,7 +46,8 @@ def main() -> None:
     options = {**inputs, "max_new_tokens": args.max_new_tokens, "do_sample": False}
     prompt_tokens = inputs["input_ids"].shape[1]
 
-    spec = selfspec.wrap(model)
+    spec = selfspec.wrap(model, drafts=drafts(args.model))
+    print(spec)
     print(f"{args.prompt}\n\n--- answer, streamed ---")
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     spec.generate(**options, streamer=streamer)

@@ -45,7 +45,7 @@ class RandomHeads(HeadsDrafter):
 
     def bind(self, architecture: Any) -> None:
         if architecture.readout is not None:
-            self.network = random_heads(architecture.readout.norm.weight.shape[0], 64)
+            super().__init__(random_heads(architecture.readout.norm.weight.shape[0], 64))
         super().bind(architecture)
 
 

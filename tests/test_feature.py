@@ -225,3 +225,17 @@ def test_a_network_for_another_model_is_refused() -> None:
     shallow = tiny.llama(num_hidden_layers=2)
     with pytest.raises(ValueError, match="reads layer 4, and the model has 2"):
         selfspec.wrap(shallow, FeatureDrafter(network()))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_in_steps_of_fixed_shape(batch: int) -> None:
+    """What the target's buffers hold is overwritten by the next step; what is kept is a copy."""
+    prompt = tiny.prompts(batch)
+    plain = model().generate(**prompt, **GREEDY)
+    trees = []
+    for graphs in (False, True):
+        drafter = Recorder(network(), DEPTH, WIDTH, min_gain=0.0, min_prob=0.0)
+        spec = selfspec.wrap(model(), drafter, cuda_graphs=graphs, max_draft_tokens=6)
+        assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()
+        trees.append([[nodes_of(tree, b) for b in range(batch)] for *_, tree in drafter.drafts])
+    assert trees[0] == trees[1]

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from selfspec.state import Acceptance, DecodeState, TargetOutput
     from selfspec.tree import TokenTree
 
+_BRANCHES = 5  # of a trained exit
+
 
 class EarlyExitDrafter(Pretrained):
     """Drafts with the first `exit_layer` layers and an exit.
@@ -43,6 +45,7 @@ class EarlyExitDrafter(Pretrained):
         branches: Draft tokens at every position, 64 at most: the best one, from which the chain
             goes on, and the next best ones, which are verified beside it while the step's budget
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
+            None: 1, and 5 with a trained exit, whose next-best tokens are good ones.
         do_sample: In requests that sample, draw the draft from the layers' own distribution instead
             of taking its likeliest tokens.
         network: A trained exit.
@@ -63,7 +66,7 @@ class EarlyExitDrafter(Pretrained):
         exit_layer: int | None = None,
         max_draft_tokens: int = 4,
         confidence: float = 0.4,
-        branches: int = 1,
+        branches: int | None = None,
         do_sample: bool = False,
         network: ExitNetwork | None = None,
     ) -> None:
@@ -78,6 +81,8 @@ class EarlyExitDrafter(Pretrained):
             exit_layer = trained
         check_int("max_draft_tokens", max_draft_tokens, 1)
         check_probability("confidence", confidence)
+        if branches is None:
+            branches = 1 if network is None else _BRANCHES
         check_int("branches", branches, 1, MAX_K)
         check_bool("do_sample", do_sample)
         self.exit_layer = exit_layer
