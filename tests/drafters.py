@@ -44,8 +44,9 @@ class RandomHeads(HeadsDrafter):
         super().__init__(random_heads(64, 64))
 
     def bind(self, architecture: Any) -> None:
-        if architecture.readout is not None:
-            super().__init__(random_heads(architecture.readout.norm.weight.shape[0], 64))
+        size = None if architecture.readout is None else architecture.readout.norm.weight.shape[0]
+        if size not in (None, self.network.config.hidden_size):
+            super().__init__(random_heads(size, 64))
         super().bind(architecture)
 
 
@@ -85,10 +86,12 @@ class RandomFeature(FeatureDrafter):
     """A random feature network for the model that it meets."""
 
     def __init__(self) -> None:
-        super().__init__(random_feature(64, 64), min_gain=0.0, min_prob=0.0)
+        super().__init__(random_feature(64, 64), 4, 3, 0.0, 0.0)
 
     def bind(self, architecture: Any) -> None:
-        super().__init__(random_feature(architecture.embeddings().weight.shape[1], 64), 4, 3, 0, 0)
+        size = architecture.embeddings().weight.shape[1]
+        if size != self.network.config.hidden_size:
+            super().__init__(random_feature(size, 64), 4, 3, 0.0, 0.0)
         super().bind(architecture)
 
 
@@ -100,7 +103,8 @@ class RandomExit(EarlyExitDrafter):
 
     def bind(self, architecture: Any) -> None:
         size = architecture.embeddings().weight.shape[1]
-        super().__init__(branches=2, confidence=0.0, network=random_exit(size, 64, 2))
+        if self.network is None or size != self.network.config.hidden_size:
+            super().__init__(branches=2, confidence=0.0, network=random_exit(size, 64, 2))
         super().bind(architecture)
 
 
