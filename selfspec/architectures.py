@@ -51,6 +51,7 @@ class Architecture:
         max_positions: Positions the model was made for.
         embeddings: Returns the input embeddings, which may be resized.
         head: Returns the LM head, or None.
+        hidden_size: C of the states between layers, by the config; 0 if that does not say.
         support: "tree", "chain" or "none".
         reason: Why not more.
         readout: From the last layer's output to draft tokens without the model's own head, or None.
@@ -76,6 +77,7 @@ class Architecture:
     max_positions: int
     embeddings: Callable[[], nn.Module]
     head: Callable[[], nn.Module | None]
+    hidden_size: int
     support: Support = "none"
     reason: str = ""
     readout: Readout | None = None
@@ -159,6 +161,7 @@ def describe(model: PreTrainedModel) -> Architecture:
         max_positions=getattr(config, "max_position_embeddings", None) or 1 << 30,
         embeddings=model.get_input_embeddings,
         head=model.get_output_embeddings,
+        hidden_size=getattr(config, "hidden_size", None) or 0,
     )
     reason = _ruled_out(model, config, layers, description.cache_argument in parameters)
     if reason:

@@ -392,7 +392,7 @@ def test_models_that_heads_do_not_fit(network: Any, name: str, message: str) -> 
 def test_parts_that_are_missing_are_named(model: Any) -> None:
     found = selfspec.wrap(model)._target.architecture
     narrow = dataclasses.replace(found, embeddings=lambda: torch.nn.Embedding(64, 32))
-    with pytest.raises(ValueError, match="hidden_size=64, those of the model have 32"):
+    with pytest.raises(ValueError, match="embeddings of hidden_size=64, those"):
         HeadsDrafter(heads()).bind(narrow)
     HeadsDrafter(heads(conditioned=False)).bind(narrow)
     other = copy.deepcopy(model)

@@ -107,7 +107,7 @@ class EarlyExitDrafter(Pretrained):
                 f"choose 1..{count}."
             )
         if self.network is not None and self._fits is not None:
-            self._fits.check_tokens(architecture)
+            self._fits.check_sizes(architecture, self.network.config.hidden_size)
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """One chain a row from the exit, and its branches."""

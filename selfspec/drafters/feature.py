@@ -98,14 +98,7 @@ class FeatureDrafter(Pretrained):
                 does not have, or needs a part of it that was not found.
         """
         config = self.network.config
-        embedding: Any = architecture.embeddings()
-        size = embedding.weight.shape[1]
-        if size != config.target_hidden_size:
-            raise ValueError(
-                f"the draft was made for hidden_size={config.target_hidden_size}, the model has "
-                f"{size}; use one that was trained on this model."
-            )
-        self._fits.check_tokens(architecture)
+        self._fits.check_sizes(architecture, config.target_hidden_size, embeds=True)
         if config.layout == "eagle" and architecture.readout is None:
             raise ValueError(
                 "drafts of the first EAGLE layout read states behind the model's final norm, which "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from selfspec_kernels.draft_topk import MAX_K, draft_topk
-from torch import Tensor, nn
+from torch import Tensor
 
 from selfspec.checkpoints.pretrained import Pretrained
 from selfspec.drafters.draw import draw_children, draws
@@ -109,19 +109,7 @@ class HeadsDrafter(Pretrained):
                 "HeadsDrafter reads the state after the model's final norm, and it was not found "
                 "how this model goes from its last layer to its logits; use another drafter."
             )
-        size = _sizes(readout.norm)[-1]
-        if config.hidden_size != size:
-            raise ValueError(
-                f"the heads were made for hidden_size={config.hidden_size}, the model has {size}; "
-                "use heads that were trained on this model."
-            )
-        embedded = _sizes(architecture.embeddings())[-1]
-        if config.conditioned and embedded != size:
-            raise ValueError(
-                f"conditioned heads take embeddings of hidden_size={size}, those of the model have "
-                f"{embedded}; use heads that are not conditioned."
-            )
-        self._fits.check_tokens(architecture)
+        self._fits.check_sizes(architecture, config.hidden_size, embeds=config.conditioned)
         self.hidden_taps = (architecture.num_layers,)
 
     # ------------------------------------------------------------------ steps
@@ -179,11 +167,6 @@ class HeadsDrafter(Pretrained):
     def reset(self) -> None:
         """Forget the rows."""
         self._seen = None
-
-
-def _sizes(module: nn.Module) -> torch.Size:
-    assert isinstance(module.weight, Tensor)
-    return module.weight.shape
 
 
 def _best(head: DraftHead, states: Tensor, count: int) -> Tensor:

@@ -52,16 +52,41 @@ class Fits(Generic[Network]):
         """Of a copy that shares nothing."""
         self.network, self._known = state["network"], WeakKeyDictionary()
 
-    def check_tokens(self, architecture: Architecture) -> None:
-        """Refuse a model without the tokens that the network drafts.
+    def check_sizes(
+        self, architecture: Architecture, hidden_size: int, embeds: bool = False
+    ) -> None:
+        """Refuse a model that the network was not made for.
+
+        Args:
+            architecture: Of the model.
+            hidden_size: C of the states that the network reads.
+            embeds: Whether it reads the model's embeddings, too, of the same size.
 
         Raises:
-            ValueError: If there is such a token, or an LM head has no rows to borrow.
+            ValueError: If sizes differ, the network drafts a token that the model does not have, or
+                the LM head has no rows to borrow.
         """
+        if architecture.hidden_size not in (0, hidden_size):
+            raise ValueError(
+                f"the draft was made for hidden_size={hidden_size}, the model has "
+                f"{architecture.hidden_size}; use one that was trained on this model."
+            )
+        embedding: Any = architecture.embeddings()
+        if embeds and embedding.weight.shape[1] != hidden_size:
+            raise ValueError(
+                f"the draft takes embeddings of hidden_size={hidden_size}, those of the model have "
+                f"{embedding.weight.shape[1]}; use another kind of draft."
+            )
         count = len(architecture.vocabulary)
         for head in _heads(self.network):
             if head.weight is None:
-                count = min(count, _lent(architecture).shape[0])
+                rows, read = _lent(architecture).shape
+                count = min(count, rows)
+                if read != hidden_size:
+                    raise ValueError(
+                        f"own_head=False: the model's LM head reads {read} numbers, the draft has "
+                        f"hidden_size={hidden_size}; use a draft with an LM head of its own."
+                    )
             highest = head.vocab_size - 1 if head.ids is None else int(head.ids.max())
             if highest >= count:
                 raise ValueError(
