@@ -150,6 +150,29 @@ def summarize(rows: list[dict[str, Any]], names: list[str]) -> dict[str, dict[st
     return found
 
 
+def table(result: dict[str, Any]) -> str:
+    """The README's table, in Markdown."""
+    machine, summary = result["machine"], result["greedy"]["summary"]
+    names = list(summary)
+    lines = [
+        f"SmolLM2-135M-Instruct, {result['dtype']}, greedy, {result['tokens']} tokens, batch 1, "
+        f"{machine['threads']} threads of one {machine['cpu']}, torch {machine['torch']}, "
+        f"transformers {machine['transformers']}, commit {machine['commit'][:7]}; "
+        f"{result['prompts']['per task']} prompts a task that no draft was trained on, plain "
+        "`generate` in the same process, prompt by prompt. Time of plain over time of the draft, "
+        "and tau.",
+        "",
+        "| task | " + " | ".join(f"`{DRAFTERS[name]}`" for name in names) + " |",
+        "|---" * (len(names) + 1) + "|",
+    ]
+    for task in summary[names[0]]:
+        cells = (
+            f"{summary[n][task]['speedup']:.2f}x · {summary[n][task]['tau']:.2f}" for n in names
+        )
+        lines.append(f"| {task} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def identity(prompts: list[tuple[str, Any]], args: Any, names: list[str]) -> dict[str, int]:
     """How many float32 texts are those of plain `generate`, by draft."""
     model, _ = demo_model.load(args.model, dtype=torch.float32)
@@ -168,7 +191,7 @@ def identity(prompts: list[tuple[str, Any]], args: Any, names: list[str]) -> dic
 def main() -> None:
     """Run, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with task and prompt")
+    parser.add_argument("--prompts", type=Path, help="JSONL with task and prompt")
     parser.add_argument("--model", help="folder or hub id; default: the demo model")
     parser.add_argument("--drafts", type=Path, help="folder; default: those beside the model")
     parser.add_argument("--names", nargs="+", default=list(DRAFTERS), choices=list(DRAFTERS))
@@ -180,7 +203,13 @@ def main() -> None:
     parser.add_argument("--identity", action="store_true", help="compare texts in float32, too")
     parser.add_argument("--skip-ties", action="store_true", help="do not look at differences")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--table", type=Path, help="only print the README's table of this JSON")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())))
+        return
+    if args.prompts is None:
+        parser.error("--prompts is missing: a JSONL with task and prompt")
     torch.set_num_threads(args.threads)
     model, tokenizer = demo_model.load(args.model, dtype=getattr(torch, args.dtype))
     no_end_of_sequence(model)

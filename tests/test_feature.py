@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
+import pickle
 from functools import cache
 from typing import Any
 
@@ -239,3 +241,39 @@ def test_in_steps_of_fixed_shape(batch: int) -> None:
         assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()
         trees.append([[nodes_of(tree, b) for b in range(batch)] for *_, tree in drafter.drafts])
     assert trees[0] == trees[1]
+
+
+def test_nothing_is_verified_that_is_not_worth_it() -> None:
+    """Neither nodes nor levels; a tree of the root alone is a plain step."""
+    prompt = tiny.prompts(2)
+    plain = model().generate(**prompt, **GREEDY).tolist()
+
+    def drafted(**options: float) -> tuple[int, int]:
+        drafter = Recorder(network(), DEPTH, WIDTH, **options)
+        spec = selfspec.wrap(model(), drafter, max_draft_tokens=9)
+        assert spec.generate(**prompt, **GREEDY).tolist() == plain
+        return spec.stats.drafted, max(tree.max_depth for *_, tree in drafter.drafts)
+
+    everything = drafted(min_gain=0.0, min_prob=0.0)
+    assert everything[1] == DEPTH
+    assert drafted(min_gain=0.0, min_prob=1.0)[0] == 0
+    assert 0 < drafted(min_gain=0.0, min_prob=0.2)[0] < everything[0]
+    shallow = drafted(min_gain=1.0, min_prob=0.0)
+    assert shallow[1] == 1
+    assert shallow[0] < everything[0]
+
+
+def test_copies_draft_for_themselves() -> None:
+    """A wrapper's drafter in use is copied; a copy has nothing of the request of the original."""
+    drafter = FeatureDrafter(network())
+    spec = selfspec.wrap(model(), drafter)
+    prompt = tiny.prompts(1)
+    stream = spec.stream(**prompt, **GREEDY)
+    next(stream)
+    assert drafter._steps is not None
+    for other in (copy.copy(drafter), copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
+        assert other._steps is None
+        ours = selfspec.wrap(model(), other).generate(**prompt, **GREEDY)
+        assert ours.equal(model().generate(**prompt, **GREEDY))
+    assert copy.copy(drafter)._fits is drafter._fits
+    stream.close()

@@ -172,7 +172,7 @@ class FeatureDrafter(Pretrained):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the request that is being decoded."""
-        return {**self.__dict__, "_request": None}
+        return {**self.__dict__, "_steps": None}
 
 
 def _branches(state: DecodeState) -> bool:
