@@ -72,9 +72,14 @@ def random_feature(size: int, vocab_size: int, seed: int = 0, **kind: Any) -> Fe
     return network.requires_grad_(False)
 
 
-def random_exit(size: int, vocab_size: int, exit_layer: int, seed: int = 0) -> ExitNetwork:
+def random_exit(
+    size: int, vocab_size: int, exit_layer: int, seed: int = 0, attends: bool = True
+) -> ExitNetwork:
     """Of random weights."""
-    network = ExitNetwork(ExitConfig(size, vocab_size, exit_layer, 24, draft_vocab_size=20))
+    heads = {"num_heads": 4, "num_key_value_heads": 2, "head_dim": 8} if attends else {}
+    network = ExitNetwork(
+        ExitConfig(size, vocab_size, exit_layer, 24, draft_vocab_size=20, **heads)
+    )
     generator = torch.Generator().manual_seed(seed)
     for parameter in network.parameters():
         mean = float(parameter.ndim == 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def fresh(name: str = "llama", **options: Any) -> Any:
 
 def only_watched(spec: Any) -> None:
     """Hooks put on the model just now change nothing: do not measure it anew, and through them."""
-    spec._target._described = describe(spec._target.model)
+    target = spec._target
+    target._measurement = replace(target._measurement, described=describe(target.model))
 
 
 def text(one: Any, prompt: dict[str, torch.Tensor], do_sample: bool = False) -> Text:

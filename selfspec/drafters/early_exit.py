@@ -7,11 +7,12 @@ Verify), https://arxiv.org/abs/2309.08168.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from selfspec_kernels.draft_topk import MAX_K
 
 from selfspec.checkpoints.pretrained import Pretrained
+from selfspec.drafters.exit_context import ExitContext
 from selfspec.drafters.exit_readout import ExitReadout
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
@@ -57,7 +58,6 @@ class EarlyExitDrafter(Pretrained):
             model.
     """
 
-    hidden_taps: Sequence[int] = ()
     makes_valid_trees = True
     network_kind: ClassVar[Kind] = "exit"
 
@@ -92,6 +92,13 @@ class EarlyExitDrafter(Pretrained):
         self.do_sample = do_sample
         self.network = network
         self._fits = None if network is None else Fits(network)
+        self._context: ExitContext | None = None
+
+    @property
+    def hidden_taps(self) -> Sequence[int]:
+        """The exit's layer, if the exit has attention."""
+        config = None if self.network is None else self.network.config
+        return (config.exit_layer,) if config is not None and config.num_heads else ()
 
     def bind(self, architecture: Architecture) -> None:
         """Check against a model.
@@ -117,10 +124,9 @@ class EarlyExitDrafter(Pretrained):
         tokens = min(budget, self.max_draft_tokens)
         readout = None
         if self._fits is not None:
-            target = state.target
-            dtype, device = target.model.dtype, state.root.device
-            fitted = self._fits.on(target.architecture, dtype, device, self.bind)
-            readout = ExitReadout(fitted)
+            if self._context is not None:
+                self._context.catch_up(state)
+            readout = ExitReadout(self._fitted(state), self._context)
         return draft_chain(
             state,
             plan,
@@ -134,7 +140,23 @@ class EarlyExitDrafter(Pretrained):
         )
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
-        """Nothing to keep: the cache is the target's own."""
+        """Keep what an exit with attention looks at; all else is in the target's own cache."""
+        if not self.hidden_taps:
+            return
+        if self._context is None:
+            self._context = ExitContext(self._fitted(state), state, output)
+        else:
+            self._context.seen.add(state, output, acceptance)
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Forget the request before."""
+        self._context = None
+
+    def _fitted(self, state: DecodeState) -> ExitNetwork:
+        assert self._fits is not None
+        target = state.target
+        return self._fits.on(target.architecture, target.model.dtype, state.root.device, self.bind)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the request that is being decoded."""
+        return {**self.__dict__, "_context": None}

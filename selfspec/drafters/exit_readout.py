@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from selfspec_kernels.draft_topk import draft_topk
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from selfspec.networks.exit import ExitNetwork
+from selfspec.drafters.trained import best_tokens
+
+if TYPE_CHECKING:
+    from selfspec.drafters.exit_context import ExitContext
+    from selfspec.networks.exit import ExitNetwork
 
 
 class ExitReadout:
@@ -13,10 +18,13 @@ class ExitReadout:
 
     Args:
         network: Fitted to the model.
+        context: For a network with attention: what it attends to. Then every state that is read is
+            that of the next token of a chain.
     """
 
-    def __init__(self, network: ExitNetwork) -> None:
+    def __init__(self, network: ExitNetwork, context: ExitContext | None = None) -> None:
         self.network = network
+        self._chain = None if context is None else context.chain()
 
     @property
     def known(self) -> Tensor | None:
@@ -30,10 +38,8 @@ class ExitReadout:
 
     def top(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities of the `k` most probable tokens, [..., k], best first."""
-        head = self.network.head
-        states = self._states(hidden)
-        indices, log_probs = draft_topk(states, head.matrix, min(k, head.matrix.shape[0]))
-        return head.tokens(indices).to(hidden.device), log_probs.to(hidden.device)
+        tokens, log_probs = best_tokens(self.network.head, self._states(hidden), k)
+        return tokens.to(hidden.device), log_probs.to(hidden.device)
 
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """Logits [..., V] of `hidden` [..., C]; -inf for tokens that the exit does not know."""
@@ -41,5 +47,9 @@ class ExitReadout:
         return head.spread(head(self._states(hidden)), vocab_size).to(hidden.device)
 
     def _states(self, hidden: Tensor) -> Tensor:
-        states: Tensor = self.network(hidden.to(self.network.norm.weight.device))
-        return states
+        states = hidden.to(self.network.norm.weight.device)
+        if self._chain is None:
+            found: Tensor = self.network(states)
+            return found
+        rows, _, size = (states if states.ndim == 3 else states[:, None]).shape
+        return self._chain.follow(states.reshape(rows, 1, size)).view(states.shape)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
+from selfspec_kernels.draft_topk import draft_topk
 from torch import Tensor, nn
 
+from selfspec.networks.exit import ExitNetwork
 from selfspec.networks.feature import FeatureNetwork
 from selfspec.networks.vocabulary import DraftHead
 from selfspec.readout import is_plain
@@ -128,10 +130,25 @@ class Fits(Generic[Network]):
                 if borrows:
                     head.attach(tensors[-1])
             network = network.to(device=device, dtype=dtype).eval()
-            if isinstance(network, FeatureNetwork):
+            if isinstance(network, FeatureNetwork | ExitNetwork):
                 network.pack()
         self._known[architecture] = key, network
         return network
+
+
+def best_tokens(head: DraftHead, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The most probable tokens after each of `states` [..., C], what the head reads.
+
+    Returns:
+        int64 tokens and float32 log-probabilities [..., k], best first; k is `count`, or all of a
+        smaller vocabulary.
+    """
+    count = min(count, head.size)
+    if states.is_cuda:
+        indices, log_probs = draft_topk(states, head.matrix, count)
+    else:  # for other devices the fused operation is defined, not made
+        log_probs, indices = head(states).float().log_softmax(-1).topk(count)
+    return head.tokens(indices), log_probs
 
 
 def _heads(network: nn.Module) -> list[DraftHead]:

@@ -1,17 +1,27 @@
 """A trained exit: reads tokens off the state after the first layers.
 
-What the remaining layers would do to the state is approximated by one gated block, then comes the
-head. Like the tuned lens (Belrose et al. 2023, https://arxiv.org/abs/2303.08112), whose translator
-is linear; Kangaroo (Liu et al. 2024, https://arxiv.org/abs/2404.18911) has attention there.
+What the remaining layers would do to the state is approximated by one layer, then comes the head.
+Without attention it is like the tuned lens (Belrose et al. 2023, https://arxiv.org/abs/2303.08112),
+whose translator is linear; with attention over the states of earlier tokens like Kangaroo's adapter
+(Liu et al. 2024, https://arxiv.org/abs/2404.18911).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
-from selfspec.networks.blocks import GatedMLP, RMSNorm
+from selfspec.networks.attention import (
+    Angles,
+    Attend,
+    Rotary,
+    joined_heads,
+    rotated,
+    split_heads,
+)
+from selfspec.networks.blocks import GatedMLP, Packed, RMSNorm
 from selfspec.networks.vocabulary import DraftHead
 
 
@@ -23,10 +33,15 @@ class ExitConfig:
         hidden_size: C of the target.
         vocab_size: V of the target.
         exit_layer: How many layers have run, a count.
-        intermediate_size: Of the block.
+        intermediate_size: Of the MLP.
         draft_vocab_size: Tokens that can be drafted; None: all of the vocabulary.
         own_head: Whether the exit has an LM head of its own, or uses rows of the target's.
         rms_norm_eps: Of the norms.
+        num_heads: H of its attention; 0: it has none, and reads one state at a time.
+        num_key_value_heads: K.
+        head_dim: D.
+        max_positions: Positions that its attention was made for.
+        rope: Rotary parameters, as in a transformers config.
     """
 
     hidden_size: int
@@ -36,6 +51,32 @@ class ExitConfig:
     draft_vocab_size: int | None = None
     own_head: bool = False
     rms_norm_eps: float = 1e-5
+    num_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    max_positions: int = 2048
+    rope: dict[str, Any] = field(
+        default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0}
+    )
+
+    def __post_init__(self) -> None:
+        """Check that the sizes fit together.
+
+        Raises:
+            ValueError: If they do not.
+        """
+        if self.exit_layer < 1:
+            raise ValueError(f"exit_layer={self.exit_layer} must be at least 1.")
+        if self.num_heads and (
+            self.head_dim < 1
+            or self.num_key_value_heads < 1
+            or self.num_heads % self.num_key_value_heads
+        ):
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of "
+                f"num_key_value_heads={self.num_key_value_heads}, and head_dim={self.head_dim} at "
+                "least 1."
+            )
 
 
 class ExitNetwork(nn.Module):
@@ -48,14 +89,47 @@ class ExitNetwork(nn.Module):
     def __init__(self, config: ExitConfig) -> None:
         super().__init__()
         self.config = config
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = DraftHead(
-            config.hidden_size, config.vocab_size, config.draft_vocab_size, own=config.own_head
-        )
+        c, size = config, config.hidden_size
+        if c.num_heads:
+            self.attention_layernorm = RMSNorm(size, c.rms_norm_eps)
+            self.q_proj = nn.Linear(size, c.num_heads * c.head_dim, bias=False)
+            self.k_proj = nn.Linear(size, c.num_key_value_heads * c.head_dim, bias=False)
+            self.v_proj = nn.Linear(size, c.num_key_value_heads * c.head_dim, bias=False)
+            self.o_proj = nn.Linear(c.num_heads * c.head_dim, size, bias=False)
+            self.rotary = Rotary(c.num_heads, c.head_dim, c.max_positions, c.rope)
+        self.input_layernorm = RMSNorm(size, c.rms_norm_eps)
+        self.mlp = GatedMLP(size, c.intermediate_size)
+        self.norm = RMSNorm(size, c.rms_norm_eps)
+        self.head = DraftHead(size, c.vocab_size, c.draft_vocab_size, own=c.own_head)
+        self._inputs: Packed | None = None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """What the head reads, [..., C], of states [..., C]."""
+    def pack(self) -> None:
+        """Join products of one input, see `Packed`; not for a network that is trained or saved."""
+        if self.config.num_heads:
+            self._inputs = Packed([self.q_proj, self.k_proj, self.v_proj])
+        self.mlp.pack()
+
+    def forward(
+        self, hidden: Tensor, angles: Angles | None = None, attend: Attend | None = None
+    ) -> Tensor:
+        """What the head reads of states.
+
+        Args:
+            hidden: [B, T, C]; any [..., C] without attention.
+            angles: Of their positions, by `rotary`; with attention alone.
+            attend: Attention over whatever the caller keeps; with attention alone.
+
+        Returns:
+            The shape of `hidden`.
+        """
+        if self.config.num_heads:
+            assert angles is not None
+            assert attend is not None
+            x = self.attention_layernorm(hidden)
+            projections = self.q_proj, self.k_proj, self.v_proj
+            found = self._inputs(x) if self._inputs else (p(x) for p in projections)
+            q, k, v = (split_heads(y, self.config.head_dim) for y in found)
+            attended = attend(rotated(q, angles), rotated(k, angles), v)
+            hidden = hidden + self.o_proj(joined_heads(attended))
         out: Tensor = self.norm(hidden + self.mlp(self.input_layernorm(hidden)))
         return out

@@ -11,18 +11,22 @@ https://arxiv.org/abs/2401.15077, whose layer has no norms in front.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from selfspec.networks.attention import (
+    Angles,
+    Attend,
+    Rotary,
+    joined_heads,
+    rotated,
+    split_heads,
+)
 from selfspec.networks.blocks import GatedMLP, Packed, RMSNorm
 from selfspec.networks.vocabulary import DraftHead
-
-# attend(queries [B, H, T, D], keys [B, K, T, D], values [B, K, T, D]) -> [B, H, T, D]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class FeatureNetwork(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, c.rms_norm_eps)
         self.mlp = GatedMLP(size, c.intermediate_size)
         self.head = DraftHead(size, c.vocab_size, c.draft_vocab_size, own=c.own_head)
-        self.rotary = _rotary(c)
+        self.rotary = Rotary(c.num_heads, c.head_dim, c.max_positions, c.rope)
         self._inputs: Packed | None = None
 
     @property
@@ -136,29 +140,17 @@ class FeatureNetwork(nn.Module):
         self._inputs = Packed(self._projections)
         self.mlp.pack()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FeatureNetwork:
-        # In two bytes the frequencies would turn far positions by whole radians.
-        exact = dict(self.rotary.named_buffers())
-        super()._apply(fn, recurse)
-        for name, moved in self.rotary.named_buffers():
-            if not moved.is_meta and not exact[name].is_meta:
-                setattr(self.rotary, name, exact[name].to(moved.device))
-        return self
-
     def fuse(self, taps: Tensor) -> Tensor:
         """From the target's states [..., n C], in the order of `config.taps`, to features."""
         fused: Tensor = self.fc(taps) if self.config.layout == "eagle3" else taps
         return fused
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Cosines and sines for int64 positions [B, T]; each [B, 1, T, D]."""
-        like = torch.empty(0, dtype=dtype, device=positions.device)
-        cos, sin = self.rotary(like, positions)
-        return cos[:, None], sin[:, None]
+        found: Angles = self.rotary(positions, dtype)
+        return found
 
-    def forward(
-        self, embedded: Tensor, feature: Tensor, angles: tuple[Tensor, Tensor], attend: Attend
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, feature: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """One draft step.
 
         Args:
@@ -177,11 +169,10 @@ class FeatureNetwork(nn.Module):
             residual = normed if c.norm_before_residual else feature
         else:
             x = residual = self.fc(torch.cat([embedded, feature], dim=-1))
-        batch, length, _ = x.shape
         found = self._inputs(x) if self._inputs else (p(x) for p in self._projections)
-        q, k, v = (y.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for y in found)
-        attended = attend(_rotated(q, *angles), _rotated(k, *angles), v)
-        residual = residual + self.o_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+        q, k, v = (split_heads(y, c.head_dim) for y in found)
+        attended = attend(rotated(q, angles), rotated(k, angles), v)
+        residual = residual + self.o_proj(joined_heads(attended))
         out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return out
 
@@ -189,23 +180,3 @@ class FeatureNetwork(nn.Module):
         """What the head reads of an output [..., C]."""
         normed: Tensor = self.norm(hidden) if self.config.layout == "eagle3" else hidden
         return normed
-
-
-def _rotary(c: FeatureConfig) -> nn.Module:
-    # Here, since it takes a second that wrapping a model without trained drafts does not need.
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    config = LlamaConfig(
-        hidden_size=c.num_heads * c.head_dim,
-        num_attention_heads=c.num_heads,
-        head_dim=c.head_dim,
-        max_position_embeddings=c.max_positions,
-        rope_parameters=dict(c.rope),
-    )
-    return LlamaRotaryEmbedding(config)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    one, two = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-two, one], dim=-1) * sin

@@ -31,6 +31,7 @@ class TrainConfig:
         num_layers: Residual blocks of a head.
         conditioned: Whether heads see the tokens drafted before theirs.
         exit_layer: How many layers run before the exit; None: a third.
+        exit_attention: Whether an exit looks at earlier tokens, too.
         steps: Draft steps that a feature network is unrolled for; of an exit, the length of the
             chain that tau is estimated for. Heads have one step each.
         loss: See `selfspec.training.losses`.
@@ -70,6 +71,7 @@ class TrainConfig:
     num_layers: int = 1
     conditioned: bool = True
     exit_layer: int | None = None
+    exit_attention: bool = True
     steps: int = 3
     loss: Loss = "kl"
     step_decay: float = 0.8

@@ -98,15 +98,19 @@ def _made(
         return _heads(config, size, text.vocab_size, vocabulary)
     if config.kind == "exit":
         exit_layer = config.exit_layer or max(1, layers // 3)
+        attention: dict[str, Any] = {}
+        if config.exit_attention:
+            attention = _attention(text, architecture)
         made = ExitConfig(
-            size, text.vocab_size, exit_layer, inner, vocabulary, config.own_head, eps
+            size, text.vocab_size, exit_layer, inner, vocabulary, config.own_head, eps, **attention
         )
         network = ExitNetwork(made)
-        for name, weight in network.mlp.named_parameters():
-            # The exit starts as the target's own head on an early state.
-            nn.init.normal_(weight, std=0 if name.startswith("down") else _STD)
+        for name, weight in network.named_parameters():
+            if weight.ndim == 2 and not name.startswith("head"):
+                # The exit starts as the target's own head on an early state.
+                ends = ("down_proj.weight", "o_proj.weight")
+                nn.init.normal_(weight, std=0 if name.endswith(ends) else _STD)
         return network
-    heads = text.num_attention_heads
     feature = FeatureNetwork(
         FeatureConfig(
             target_hidden_size=size,
@@ -114,20 +118,28 @@ def _made(
             taps=config.taps or _default_taps(layers),
             hidden_size=size,
             intermediate_size=inner,
-            num_heads=heads,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or size // heads,
             draft_vocab_size=vocabulary,
             own_head=config.own_head,
             rms_norm_eps=eps,
-            max_positions=min(architecture.max_positions, 1 << 20),
-            rope=_rope(text),
+            **_attention(text, architecture),
         )
     )
     for weight in feature.parameters():
         if weight.ndim == 2:
             nn.init.normal_(weight, std=_STD)
     return feature
+
+
+def _attention(text: Any, architecture: Architecture) -> dict[str, Any]:
+    """Sizes of the target's attention."""
+    heads = text.num_attention_heads
+    return {
+        "num_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "max_positions": min(architecture.max_positions, 1 << 20),
+        "rope": _rope(text),
+    }
 
 
 def _heads(config: TrainConfig, size: int, vocab_size: int, vocabulary: int | None) -> HeadsNetwork:

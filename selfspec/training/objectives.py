@@ -18,7 +18,7 @@ from selfspec.networks.feature import FeatureNetwork
 from selfspec.networks.heads import HeadsNetwork
 from selfspec.networks.vocabulary import DraftHead
 from selfspec.training.losses import Distilled, distill
-from selfspec.training.unroll import unroll
+from selfspec.training.unroll import exit_states, unroll
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
@@ -110,7 +110,7 @@ class Objective:
         if self.normed:
             taps = self._final_norm(taps)
         if isinstance(network, ExitNetwork):
-            yield network(taps[keep[0]])
+            yield exit_states(network, taps)[keep[0]]
             return
         embedded = self._embedded(batch.ids[:, 1:], taps.dtype)
         embedded = pad(embedded, (0, 0, 0, self.depths))

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from selfspec.networks.exit import ExitNetwork
 from selfspec.networks.feature import FeatureNetwork
 
 
@@ -61,3 +63,27 @@ def unroll(network: FeatureNetwork, embedded: Tensor, taps: Tensor, steps: int) 
         angles = cos[:, :, window], sin[:, :, window]
         feature = network(embedded[:, window], feature, angles, attend)
         yield feature
+
+
+def exit_states(network: ExitNetwork, taps: Tensor) -> Tensor:
+    """What the head of an exit reads at every position.
+
+    The states of drafted tokens are the target's own, so that one step says all.
+
+    Args:
+        network: In training.
+        taps: [B, T, C] states after the exit's layers, rows padded at the end.
+
+    Returns:
+        [B, T, C]
+    """
+    if not network.config.num_heads:
+        out: Tensor = network(taps)
+        return out
+    positions = torch.arange(taps.shape[1], device=taps.device)[None]
+    attended: Tensor = network(taps, network.rotary(positions, taps.dtype), _causal)
+    return attended
+
+
+def _causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)

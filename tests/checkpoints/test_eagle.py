@@ -216,7 +216,7 @@ def test_rotary_parameters_in_every_spelling(tmp_path: Path) -> None:
     edit_config(tmp_path, rope_parameters=..., rope_scaling={"type": "linear", "factor": 2.0})
     old = checkpoints.load(tmp_path)
     assert old.config.rope == new.config.rope == scaled
-    assert torch.equal(old.rotary.inv_freq, new.rotary.inv_freq)
+    assert torch.equal(old.rotary.embedding.inv_freq, new.rotary.embedding.inv_freq)
     edit_config(tmp_path, rope_scaling=..., rope_theta=...)
     assert checkpoints.load(tmp_path).config.rope == {"rope_type": "default", "rope_theta": 1e4}
 

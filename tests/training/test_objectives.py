@@ -18,14 +18,15 @@ from selfspec.training.batches import Batch
 from selfspec.training.estimate import estimate
 from selfspec.training.initial import initial_network
 from selfspec.training.objectives import Objective
-from selfspec.training.unroll import unroll
+from selfspec.training.unroll import exit_states, unroll
 from tests.training.learnable import TAPS, answers, config, target
 
 KINDS: dict[str, dict[str, Any]] = {
     "feature": {"taps": TAPS},
     "medusa": {"kind": "heads", "conditioned": False},
     "hydra": {"kind": "heads", "own_head": False},
-    "exit": {"kind": "exit"},
+    "exit": {"kind": "exit", "exit_attention": False},
+    "exit with attention": {"kind": "exit"},
 }
 DRAFT_VOCABULARY = 40
 
@@ -61,7 +62,7 @@ def predicted(objective: Objective, batch: Batch, row: int, t: int, depth: int) 
         head = network.head(depth)
     else:
         assert isinstance(network, ExitNetwork)
-        hidden, head = network(state), network.head
+        hidden, head = exit_states(network, batch.taps[row : row + 1, : t + 1])[0, t], network.head
     out = torch.full((64,), -torch.inf, dtype=torch.float64)
     out[head.ids] = head(hidden)
     return out
