@@ -42,7 +42,8 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
 
     What this library puts on a model for the time of a request does not count.
     """
-    device = next((p.device.type for p in model.parameters()), "cpu")
+    # Offloaded weights are on "meta", which computes nothing.
+    device = next((p.device.type for p in model.parameters() if not p.is_meta), "cpu")
     found: list[Any] = [
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.get_float32_matmul_precision(),

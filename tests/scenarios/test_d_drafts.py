@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import selfspec
-from selfspec.drafters.features_seen import FeaturesSeen
+from selfspec.drafters.own_cache import OwnCache
 from tests.drafters import random_feature
 from tests.families import tiny
 
@@ -29,12 +29,12 @@ def test_d7_prompts_beyond_what_a_draft_was_trained_for(batch: int) -> None:
 class Kept(selfspec.FeatureDrafter):
     """Lets go of nothing when a request ends."""
 
-    seen: FeaturesSeen
+    cache: OwnCache
 
     def draft(self, state: Any, budget: int) -> selfspec.TokenTree:
         tree = super().draft(state, budget)
         assert self._steps is not None
-        self.seen = self._steps.seen
+        self.cache = self._steps.cache
         self.text = [state.tokens(b).tolist() for b in range(state.batch)]
         return tree
 
@@ -49,7 +49,7 @@ def test_d10_the_cache_of_a_draft_is_made_of_true_features(batch: int) -> None:
     spec = selfspec.wrap(model, [selfspec.NGramDrafter(1), drafter])
     spec.generate(**prompt, max_new_tokens=40, do_sample=False)
     assert spec.stats.accepted > 0
-    cache = drafter.seen.cache
+    cache = drafter.cache
     for b, text in enumerate(drafter.text):
         length = len(text) - 1
         assert cache.lengths[b] == length
