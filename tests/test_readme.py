@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import benchmark_drafts
 import benchmark_spine
 import demo_model
 
@@ -38,6 +39,8 @@ def test_code_blocks_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_the_table_is_that_of_the_committed_result() -> None:
     (result,) = (ROOT / "tests/benchmarks/results").glob("*/spine.json")
     assert benchmark_spine.table(json.loads(result.read_text())) in README
+    (result,) = (ROOT / "tests/benchmarks/results").glob("*/drafts.json")
+    assert benchmark_drafts.table(json.loads(result.read_text())) in README
 
 
 def test_files_that_are_named_exist() -> None:
