@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # How drafts are taken where tokens are drawn.
 Rule = Literal["traversal", "multiround", "lossy-typical"]
 
 
 @dataclass(frozen=True)
-class SpecConfig:
+class Options:
+    """What is written as JSON and read back by a later version, perhaps."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All options and the version they were written by."""
+        from selfspec import __version__
+
+        return {**asdict(self), "selfspec_version": __version__}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`; options that are not there have their defaults.
+
+        Raises:
+            ValueError: If an option is unknown (written by a newer version, or misspelt).
+        """
+        known = {f.name for f in fields(cls)}
+        values = {k: v for k, v in values.items() if k != "selfspec_version"}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(
+                f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}."
+            )
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class SpecConfig(Options):
     """How a wrapper speculates.
 
     None of it changes the text in float32 and float64, nor, where drafts are drawn, its
@@ -62,24 +92,3 @@ class SpecConfig:
             raise ValueError(f"acceptance={self.acceptance!r} must be one of {known}.")
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r} must be True or False.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """All options and the version they were written by."""
-        from selfspec import __version__
-
-        return {**asdict(self), "selfspec_version": __version__}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SpecConfig:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError: If an option is unknown (written by a newer version, or misspelt).
-        """
-        known = {f.name for f in fields(cls)}
-        values = {k: v for k, v in values.items() if k != "selfspec_version"}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(
-                f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}."
-            )
-        return cls(**values)

@@ -79,7 +79,7 @@ class OffSwitch:
     Args:
         costs: The wrapper's measurements.
         max_draft_tokens: Longest draft.
-        is_fixed: Whether the drafter chooses the size of its drafts: then the budget is always
+        sizes_itself: Whether the drafter chooses the size of its drafts: then the budget is always
             `max_draft_tokens`, or nothing.
         patience: Plain steps that may be lost before a pause.
     """
@@ -91,15 +91,15 @@ class OffSwitch:
         self,
         costs: StepCosts,
         max_draft_tokens: int,
-        is_fixed: bool = False,
+        sizes_itself: bool = False,
         patience: float = 0.6,
     ) -> None:
         self.costs = costs
         self.max_draft_tokens = max_draft_tokens
         self.patience = patience
         self.balance = 0.0
-        self.is_fixed = is_fixed
-        self.length = max_draft_tokens if is_fixed else min(self.shortest, max_draft_tokens)
+        self.sizes_itself = sizes_itself
+        self.length = max_draft_tokens if sizes_itself else min(self.shortest, max_draft_tokens)
         self.pause = self.first_pause
         self.waiting = 0
 
@@ -132,7 +132,7 @@ class OffSwitch:
             self.balance = 0.1 - self.patience  # the next trial has to pay for itself
         elif earned > paid:
             self.pause = self.first_pause
-        if self.is_fixed:
+        if self.sizes_itself:
             return
         longest = max(step.num_accepted)
         if longest >= max(step.draft_depth):

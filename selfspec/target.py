@@ -129,10 +129,22 @@ class Target:
         Under an empty plan, so that what its modules return is known from here on; but under its
         own attention's name, since some models ask for that name outside the interface, too.
         """
-        unnamed = replace(self.architecture, attention_names=[])
-        with patched(self.model, unnamed), layer_plan(LayerPlan()):
-            arguments = self._positions(ids)
-            return self.model(input_ids=ids, use_cache=False, **arguments).logits[0, at].float()
+        return self.read(ids).logits[0, at].float()
+
+    def read(self, ids: Tensor, taps: frozenset[int] = frozenset()) -> TargetOutput:
+        """Whole texts through the model as it is, without a cache.
+
+        Args:
+            ids: int64 [B, T], rows padded at the end with any token.
+            taps: Layers whose input is returned as `hidden`.
+
+        Returns:
+            Logits [B, T, V] after every token, and hidden states [B, T, C].
+        """
+        unnamed, plan = replace(self.architecture, attention_names=[]), LayerPlan(taps=taps)
+        with patched(self.model, unnamed), layer_plan(plan):
+            logits = self.model(input_ids=ids, use_cache=False, **self._positions(ids)).logits
+        return TargetOutput(logits, plan.captured)
 
     def _positions(self, ids: Tensor) -> dict[str, Tensor]:
         """What `generate` tells a model about the positions of a prompt without padding."""

@@ -92,3 +92,26 @@ def packed_bits(visible: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(visible, (0, words * WORD_BITS - nodes))
     shifts = torch.arange(WORD_BITS, dtype=torch.int64, device=visible.device)
     return (padded.unflatten(-1, (words, WORD_BITS)).long() << shifts).sum(-1)
+
+
+def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
+    """Packed ancestor bits, see `TokenTree`.
+
+    Args:
+        parents: int64 [B, N]; -1 at the root and at padding, which sees itself alone.
+        max_depth: Of any node.
+
+    Returns:
+        int64 [B, N, ceil(N/64)]
+    """
+    batch, nodes = parents.shape
+    words = -(-nodes // WORD_BITS)
+    ones = torch.ones((), dtype=torch.int64, device=parents.device)
+    current = torch.arange(nodes, device=parents.device).expand(batch, -1)
+    out = [torch.zeros_like(parents) for _ in range(words)]
+    for _ in range(max_depth + 1):
+        bit = (ones << (current % WORD_BITS)).where(current >= 0, 0)
+        for w in range(words):
+            out[w] |= bit if words == 1 else bit.where(current // WORD_BITS == w, 0)
+        current = parents.gather(1, current.clamp(min=0)).where(current >= 0, -1)
+    return torch.stack(out, dim=-1)

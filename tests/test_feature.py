@@ -84,7 +84,7 @@ def after(net: Any, text: list[int], path: list[int]) -> torch.Tensor:
                 causal = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
                 return scores.masked_fill(~causal, -torch.inf).softmax(-1) @ v
 
-            hidden = net(embedded[:, :length], feature, net.angles(positions, taps.dtype), attend)
+            hidden = net(embedded[:, :length], feature, net.rotary(positions, taps.dtype), attend)
             feature = torch.cat([feature, hidden[:, -1:]], dim=1)
         states = net.readout(hidden[:, -1])
         return net.head(states)[0].log_softmax(-1)

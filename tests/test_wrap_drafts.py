@@ -120,13 +120,13 @@ def test_names_in_a_list_take_their_drafts() -> None:
 
 
 def test_trees_that_size_themselves_get_the_whole_budget() -> None:
-    assert OffSwitch(StepCosts(), 31, is_fixed=True).length == 31
+    assert OffSwitch(StepCosts(), 31, sizes_itself=True).length == 31
     spec = selfspec.wrap(tiny.build("llama"), drafts=networks())
     request: Any = None
     controller = spec._controller(request)
     assert isinstance(controller, OffSwitch)
-    assert controller.is_fixed
-    assert not selfspec.wrap(tiny.build("llama"))._controller(request).is_fixed  # type: ignore[attr-defined]
+    assert controller.sizes_itself
+    assert not selfspec.wrap(tiny.build("llama"))._controller(request).sizes_itself  # type: ignore[attr-defined]
 
 
 def test_the_users_network_is_left_as_it_is() -> None:

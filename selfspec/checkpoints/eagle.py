@@ -21,7 +21,7 @@ from torch import Tensor
 
 from selfspec.checkpoints.base_model import BaseModel, check_base, head_rows, sample
 from selfspec.checkpoints.folder import CONFIG, WEIGHTS, Card, card_of, check_vocabulary, with_card
-from selfspec.checkpoints.tensors import fill, json_text, write_tensors, write_text
+from selfspec.checkpoints.tensors import fill, write_folder
 from selfspec.networks.feature import FeatureConfig, FeatureNetwork
 
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ def export_eagle3(
         ValueError: If no engine serves such a network, or `model` is not its base.
     """
     tensors, config = served(network, model, "midlayer")
-    c, folder = network.config, Path(folder)
+    c = network.config
     values = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **config,
@@ -360,8 +360,4 @@ def export_eagle3(
         IDS: list(c.taps),
         "eagle_config": {"use_aux_hidden_state": True, IDS: [tap - 1 for tap in c.taps]},
     }
-    text = json_text(values, CONFIG)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(tensors, folder / WEIGHTS, {})
-    write_text(text, folder / CONFIG)
-    return folder
+    return write_folder(Path(folder), (CONFIG, values), (WEIGHTS, tensors))

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from selfspec.checkpoints.base_model import BaseModel
 from selfspec.checkpoints.tensors import (
     fill,
-    json_text,
     read_file,
     read_header,
-    write_tensors,
-    write_text,
+    write_folder,
 )
 from selfspec.networks.exit import ExitConfig, ExitNetwork
 from selfspec.networks.feature import FeatureConfig, FeatureNetwork
@@ -158,11 +156,8 @@ def save(
         "training": card.training,
         "evaluation": card.evaluation,
     }
-    text = json_text(values, CONFIG)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(network.state_dict(), folder / WEIGHTS, {"network": _digest(network_values)})
-    write_text(text, folder / CONFIG)
-    return folder
+    weights = WEIGHTS, network.state_dict()
+    return write_folder(folder, (CONFIG, values), weights, {"network": _digest(network_values)})
 
 
 def read_own(folder: Path, values: Mapping[str, Any]) -> nn.Module:

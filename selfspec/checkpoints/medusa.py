@@ -18,7 +18,7 @@ from torch import Tensor
 
 from selfspec.checkpoints.base_model import BaseModel, check_base, head_rows
 from selfspec.checkpoints.folder import CONFIG, WEIGHTS, Card, card_of, check_vocabulary, with_card
-from selfspec.checkpoints.tensors import SAFE, fill, json_text, write_tensors, write_text
+from selfspec.checkpoints.tensors import SAFE, fill, write_folder
 from selfspec.networks.heads import HeadsConfig, HeadsNetwork
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def export_medusa(
     Raises:
         ValueError: If the layout has no such network, or `model` is not its base.
     """
-    c, folder = network.config, Path(folder)
+    c = network.config
     if layout not in ("vllm", "medusa"):
         raise ValueError(f"layout={layout!r} must be 'vllm' or 'medusa'.")
     if c.conditioned:
@@ -187,12 +187,9 @@ def export_medusa(
             tensors[_ONE_HEAD] = rows
         else:
             tensors |= {f"{k}.{c.num_layers}.weight": rows for k in range(c.num_heads)}
-    folder.mkdir(parents=True, exist_ok=True)
     values = _vllm_config(network) if layout == "vllm" else _medusa_config(network, model)
-    text = json_text(values, CONFIG)
-    write_tensors(tensors, folder / (WEIGHTS if layout == "vllm" else f"{STEM}{SAFE}"), {})
-    write_text(text, folder / CONFIG)
-    return folder
+    weights = WEIGHTS if layout == "vllm" else f"{STEM}{SAFE}"
+    return write_folder(Path(folder), (CONFIG, values), (weights, tensors))
 
 
 def _vllm_config(network: HeadsNetwork) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from selfspec.checkpoints.base_model import embedding_rows
 from selfspec.checkpoints.eagle import EMBEDDING, IDS, read_eagle, served
 from selfspec.checkpoints.folder import CONFIG, WEIGHTS, card_of, with_card
-from selfspec.checkpoints.tensors import json_text, write_tensors, write_text
+from selfspec.checkpoints.tensors import write_folder
 from selfspec.networks.feature import FeatureNetwork
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def export_speculators(
         ValueError: If no engine serves such a network, or `model` is not its base.
     """
     tensors, config = served(network, model, "layers.0")
-    c, folder = network.config, Path(folder)
+    c = network.config
     # The package takes embeddings that are missing for loaded ones.
     tensors[EMBEDDING] = embedding_rows(model, c.vocab_size).to(network.fc.weight.dtype)
     proposal = {
@@ -114,8 +114,4 @@ def export_speculators(
         },
         "torch_dtype": config["torch_dtype"],
     }
-    text = json_text(values, CONFIG)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(tensors, folder / WEIGHTS, {})
-    write_text(text, folder / CONFIG)
-    return folder
+    return write_folder(Path(folder), (CONFIG, values), (WEIGHTS, tensors))

@@ -67,6 +67,33 @@ def write_json(value: Mapping[str, Any], path: Path) -> None:
     write_text(json_text(value, path.name), path)
 
 
+def write_folder(
+    folder: Path,
+    config: tuple[str, Mapping[str, Any]],
+    weights: tuple[str, Mapping[str, Tensor]],
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a config and the weights that belong to it, the config last.
+
+    Args:
+        folder: Is made if need be.
+        config: Name of the file, and what is in it.
+        weights: Name of the file, and the tensors.
+        metadata: Of the weights' file.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If a value of the config is nothing that JSON has; nothing is written then.
+    """
+    text = json_text(config[1], config[0])
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(weights[1], folder / weights[0], metadata or {})
+    write_text(text, folder / config[0])
+    return folder
+
+
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:

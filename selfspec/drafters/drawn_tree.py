@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from selfspec.drafters.dynamic_tree import ancestors_of
+from selfspec.topology import ancestors_of
 from selfspec.tree import TokenTree
 
 

@@ -9,10 +9,12 @@ depends on their own probabilities.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from selfspec.topology import WORD_BITS
+from selfspec.topology import ancestors_of
 from selfspec.tree import TokenTree
 
 # A child is less probable than its parent, if only by this: where the draft is certain the two
@@ -37,7 +39,7 @@ class DynamicTree:
         self._tokens: list[Tensor] = []
         self._scores: list[Tensor] = []
         self._parents: list[Tensor] = []  # candidates, -1 for the root
-        self._depths: list[int] = []
+        self._sizes: list[int] = []
         self._total = 0
         batch = root.shape[0]
         self._open = torch.full((batch, 1), -1, dtype=torch.int64, device=root.device)
@@ -64,7 +66,7 @@ class DynamicTree:
         self._scores.append(flat_scores)
         self._tokens.append(flat_tokens)
         self._parents.append(self._open.repeat_interleave(best, dim=1))
-        self._depths.append(flat_scores.shape[1])
+        self._sizes.append(flat_scores.shape[1])
         top = flat_scores.topk(min(self.width, flat_scores.shape[1]))
         self._open, self._open_scores = top.indices + self._total, top.values
         self._total += flat_scores.shape[1]
@@ -88,16 +90,13 @@ class DynamicTree:
         scores = torch.cat(self._scores, dim=1)
         count = min(budget, self._total)
         best = scores.topk(count)
-        least = float("-inf") if min_prob <= 0 else torch.tensor(min_prob).log().item()
-        taken = best.values > least if min_prob <= 0 else best.values >= least
+        least = math.log(min_prob) if min_prob > 0 else -math.inf
+        taken = best.values.isfinite() & (best.values >= least)
         kept = taken.sum(1)
         if device.type == "cpu":  # where a read is free, nothing is verified in vain
             count = int(kept.max())
-            best_indices, taken = best.indices[:, :count], taken[:, :count]
-        else:
-            best_indices = best.indices
         # Candidates were made parents first, so order of making is an order for nodes.
-        order = torch.where(taken, best_indices, self._total).sort(1).values
+        order = torch.where(taken, best.indices, self._total)[:, :count].sort(1).values
         live = order < self._total
         at = order.clamp(max=self._total - 1)
         node = torch.arange(1, count + 1, device=device).expand(batch, -1)
@@ -123,27 +122,4 @@ class DynamicTree:
     def _depth_of(self, device: torch.device) -> Tensor:
         """int64 [M], the level of every candidate."""
         levels = torch.arange(1, self.levels + 1, device=device)
-        return levels.repeat_interleave(torch.tensor(self._depths, device=device))
-
-
-def ancestors_of(parents: Tensor, max_depth: int) -> Tensor:
-    """Packed ancestor bits, see `TokenTree`.
-
-    Args:
-        parents: int64 [B, N]; -1 at the root and at padding, which sees itself alone.
-        max_depth: Of any node.
-
-    Returns:
-        int64 [B, N, ceil(N/64)]
-    """
-    batch, nodes = parents.shape
-    words = -(-nodes // WORD_BITS)
-    ones = torch.ones((), dtype=torch.int64, device=parents.device)
-    current = torch.arange(nodes, device=parents.device).expand(batch, -1)
-    out = [torch.zeros_like(parents) for _ in range(words)]
-    for _ in range(max_depth + 1):
-        bit = (ones << (current % WORD_BITS)).where(current >= 0, 0)
-        for w in range(words):
-            out[w] |= bit if words == 1 else bit.where(current // WORD_BITS == w, 0)
-        current = parents.gather(1, current.clamp(min=0)).where(current >= 0, -1)
-    return torch.stack(out, dim=-1)
+        return levels.repeat_interleave(torch.tensor(self._sizes, device=device))

@@ -16,7 +16,7 @@ from selfspec.drafters.exit_context import ExitContext
 from selfspec.drafters.exit_readout import ExitReadout
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
-from selfspec.drafters.trained import Fits
+from selfspec.drafters.trained import FittedNetwork
 from selfspec.patch import LayerPlan
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ class EarlyExitDrafter(Pretrained):
         self.branches = branches
         self.do_sample = do_sample
         self.network = network
-        self._fits = None if network is None else Fits(network)
+        self._fits = None if network is None else FittedNetwork(network)
+        # Of a request: the network on its model, and what its attention has seen.
+        self._running: ExitNetwork | None = None
         self._context: ExitContext | None = None
 
     @property
@@ -123,10 +125,10 @@ class EarlyExitDrafter(Pretrained):
         plan = LayerPlan(last=exit_layer)
         tokens = min(budget, self.max_draft_tokens)
         readout = None
-        if self._fits is not None:
+        if self._running is not None:
             if self._context is not None:
                 self._context.catch_up(state)
-            readout = ExitReadout(self._fitted(state), self._context)
+            readout = ExitReadout(self._running, self._context)
         return draft_chain(
             state,
             plan,
@@ -141,22 +143,22 @@ class EarlyExitDrafter(Pretrained):
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Keep what an exit with attention looks at; all else is in the target's own cache."""
-        if not self.hidden_taps:
+        if self._fits is None:
             return
-        if self._context is None:
-            self._context = ExitContext(self._fitted(state), state, output)
-        else:
+        if self._running is None:
+            target, device = state.target, state.root.device
+            self._running = self._fits.for_model(
+                target.architecture, target.model.dtype, device, self.bind
+            )
+            if self.hidden_taps:
+                self._context = ExitContext(self._running, state, output)
+        elif self._context is not None:
             self._context.seen.add(state, output, acceptance)
 
     def reset(self) -> None:
         """Forget the request before."""
-        self._context = None
-
-    def _fitted(self, state: DecodeState) -> ExitNetwork:
-        assert self._fits is not None
-        target = state.target
-        return self._fits.on(target.architecture, target.model.dtype, state.root.device, self.bind)
+        self._running = self._context = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the request that is being decoded."""
-        return {**self.__dict__, "_context": None}
+        return {**self.__dict__, "_running": None, "_context": None}

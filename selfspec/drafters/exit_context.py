@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from selfspec.drafters.own_cache import OwnCache
@@ -49,23 +50,23 @@ class ExitContext:
 
     def chain(self) -> _Chain:
         """A draft that begins with the root."""
-        return _Chain(self)
+        return _Chain(self, self.network.norm.weight.device)
 
 
 class _Chain:
     """The root and the drafted tokens behind it, one after the other."""
 
-    def __init__(self, context: ExitContext) -> None:
+    def __init__(self, context: ExitContext, device: torch.device) -> None:
         self._context = context
+        self._prefix, _ = context.cache.placement(device)
         self._nodes = 0
 
     def follow(self, states: Tensor) -> Tensor:
         """What the head reads of the state [B, 1, C] of the next token."""
-        cache, device = self._context.cache, states.device
-        prefix, _ = cache.placement(device)
-        _, _, bits = chain_topology(self._nodes + 1, device)
+        cache = self._context.cache
+        _, _, bits = chain_topology(self._nodes + 1, states.device)
         ancestors = bits[:, -1:].expand(cache.batch, -1, -1)
-        attend = cache.expand(self._nodes, ancestors, prefix)
-        positions = prefix[:, None].long() + self._nodes
+        attend = cache.expand(self._nodes, ancestors, self._prefix)
+        positions = self._prefix[:, None].long() + self._nodes
         self._nodes += 1
         return self._context.run(states, positions, attend)

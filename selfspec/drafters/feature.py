@@ -19,7 +19,7 @@ from selfspec.drafters.drawn_tree import DrawnTree
 from selfspec.drafters.dynamic_tree import DynamicTree
 from selfspec.drafters.feature_steps import Expansion, FeatureSteps
 from selfspec.drafters.options import check_bool, check_int, check_probability
-from selfspec.drafters.trained import Fits
+from selfspec.drafters.trained import FittedNetwork
 from selfspec.networks.feature import FeatureNetwork
 from selfspec.tree import TokenTree
 
@@ -76,7 +76,7 @@ class FeatureDrafter(Pretrained):
         if not isinstance(network, FeatureNetwork):
             raise TypeError(f"network is a {type(network).__name__}; it must be a FeatureNetwork.")
         self.network = network
-        self._fits = Fits(network)
+        self._fits = FittedNetwork(network)
         self.max_depth = max_depth
         self.width = width
         self.min_gain = min_gain
@@ -161,7 +161,7 @@ class FeatureDrafter(Pretrained):
         if self._steps is None:
             architecture = state.target.architecture
             dtype, device = output.hidden[self.hidden_taps[-1]].dtype, state.root.device
-            network = self._fits.on(architecture, dtype, device, self.bind)
+            network = self._fits.for_model(architecture, dtype, device, self.bind)
             self._steps = FeatureSteps(network, state, output)
         else:
             self._steps.seen.add(state, output, acceptance)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from selfspec_kernels.draft_topk import MAX_K, draft_topk
+from selfspec_kernels.draft_topk import MAX_K
 from torch import Tensor
 
 from selfspec.checkpoints.pretrained import Pretrained
@@ -25,13 +25,12 @@ from selfspec.drafters.static_tree import (
     check_paths,
     static_tree,
 )
-from selfspec.drafters.trained import Fits
+from selfspec.drafters.trained import FittedNetwork, best_tokens
 from selfspec.networks.heads import HeadsNetwork
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
     from selfspec.checkpoints.folder import Kind
-    from selfspec.networks.vocabulary import DraftHead
     from selfspec.state import Acceptance, DecodeState, TargetOutput
     from selfspec.tree import TokenTree
 
@@ -77,7 +76,7 @@ class HeadsDrafter(Pretrained):
         self.do_sample = do_sample
         self._ranks = min(MAX_K, network.head(0).size)
         self.tree = None if tree is None else check_paths(tree, self._depth, self._ranks)
-        self._fits = Fits(network)
+        self._fits = FittedNetwork(network)
         self._seen: tuple[Tensor, int] | None = None
 
     @property
@@ -161,7 +160,7 @@ class HeadsDrafter(Pretrained):
         assert architecture.readout is not None
         hidden = architecture.readout.norm(last).to(state.root.device)
         if self._seen is None:
-            self._fits.on(architecture, hidden.dtype, hidden.device, self.bind)
+            self._fits.for_model(architecture, hidden.dtype, hidden.device, self.bind)
         self._seen = hidden, output.logits.shape[-1]
 
     def reset(self) -> None:
@@ -169,25 +168,15 @@ class HeadsDrafter(Pretrained):
         self._seen = None
 
 
-def _best(head: DraftHead, states: Tensor, count: int) -> Tensor:
-    """Token ids [..., count] of the largest logits after states [..., C], best first."""
-    if states.is_cuda:
-        found = draft_topk(states, head.matrix, count)[0]
-    else:
-        logits = head(states)
-        found = logits.max(-1, keepdim=True)[1] if count == 1 else logits.topk(count)[1]
-    return head.tokens(found)
-
-
 def _at_once(network: HeadsNetwork, hidden: Tensor, shape: StaticTree) -> Tensor:
     """int64 [B, N - 1] by heads that see the state [B, C] alone."""
     depths = range(len(shape.levels))
     if network.config.own_head:
-        found = [_best(network.head(k), network(k, hidden), shape.ranks) for k in depths]
+        found = [best_tokens(network.head(k), network(k, hidden), shape.ranks)[0] for k in depths]
         candidates = torch.cat(found, dim=1)
     else:
         states = torch.stack([network(k, hidden) for k in depths], dim=1)
-        candidates = _best(network.head(0), states, shape.ranks).flatten(1)
+        candidates = best_tokens(network.head(0), states, shape.ranks)[0].flatten(1)
     return candidates.index_select(1, shape.rank_picks)
 
 
@@ -201,7 +190,7 @@ def _by_depth(
         if k:
             paths = _longer(paths, found[-1], level)
         states = _conditioned(network, k, hidden, paths, state)
-        found.append(_best(network.head(k), states, level.ranks).flatten(1))
+        found.append(best_tokens(network.head(k), states, level.ranks)[0].flatten(1))
     return torch.cat(found, dim=1).index_select(1, shape.picks)
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable
 import torch
 from selfspec_kernels import TreeLayout, tree_attention
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from selfspec.cache import TreeCache
-from selfspec.networks.attention import Angles, Attend
+from selfspec.networks.attention import Angles, Attend, causal
 from selfspec.topology import chain_topology
 
 _ENDLESS = 1 << 30
@@ -68,9 +67,7 @@ class OwnCache(TreeCache):
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             kept_keys, kept_values = self.layers[0].update(keys, values)
             if layout is None:
-                return scaled_dot_product_attention(
-                    queries, keys, values, is_causal=True, enable_gqa=True
-                )
+                return causal(queries, keys, values)
             return tree_attention(queries, kept_keys, kept_values, layout)
 
         return attend

@@ -34,7 +34,7 @@ class StatesSeen:
 
     def __init__(self, taps: tuple[int, ...], state: DecodeState, output: TargetOutput) -> None:
         self.taps = taps
-        states = self._side_by_side(output)
+        states = _side_by_side([output.hidden[tap] for tap in taps])
         # The prompt may continue a cache, or begin with embeddings: ids, states and what is cached
         # of a row agree at their ends.
         slots = states.shape[1]
@@ -46,18 +46,16 @@ class StatesSeen:
         for b, count in enumerate(self.counts):
             self._waiting[b, :count] = states[b, slots - count :]
 
-    def _side_by_side(self, output: TargetOutput) -> Tensor:
-        parts = [output.hidden[tap] for tap in self.taps]
-        return torch.cat([part.to(parts[-1].device) for part in parts], dim=-1)
-
     def add(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Keep the states of the nodes that were accepted; `state` is committed already."""
-        states = self._side_by_side(output)
-        path = acceptance.path.to(states.device).clamp(min=0).long()
+        path = acceptance.path.clamp(min=0).long()[:, :, None]
         new = [length - seen for length, seen in zip(state.length, self._lengths, strict=True)]
         self._lengths = list(state.length)
-        kept = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[2]))
-        self._append(kept, new)
+        kept = []
+        for tap in self.taps:
+            hidden = output.hidden[tap]
+            kept.append(hidden.gather(1, path.to(hidden.device).expand(-1, -1, hidden.shape[2])))
+        self._append(_side_by_side(kept), new)
 
     def _append(self, states: Tensor, new: list[int]) -> None:
         """Add the first `new[b]` of `states` [B, P, n C] to every row."""
@@ -103,3 +101,8 @@ class StatesSeen:
             self._waiting = rest
         self.counts = left
         return states, counts, ids
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    """States of several layers [B, M, C], which may be on several devices, as [B, M, n C]."""
+    return torch.cat([part.to(parts[-1].device) for part in parts], dim=-1)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Network = TypeVar("Network", bound=nn.Module)
 
 
-class Fits(Generic[Network]):
+class FittedNetwork(Generic[Network]):
     """One network, and what it looks like on every model that it drafts for.
 
     Args:
@@ -96,7 +96,7 @@ class Fits(Generic[Network]):
                     f"model has tokens 0..{count - 1}; use one that was trained on this model."
                 )
 
-    def on(
+    def for_model(
         self,
         architecture: Architecture,
         dtype: torch.dtype,

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from selfspec.networks.blocks import Packed
 
 # attend(queries [B, H, T, D], keys [B, K, T, D], values [B, K, T, D]) -> [B, H, T, D]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -56,17 +59,59 @@ class Rotary(nn.Module):
         return cos[:, None], sin[:, None]
 
 
-def rotated(x: Tensor, angles: Angles) -> Tensor:
+class AttentionLayer(nn.Module):
+    """Projections of self-attention, for networks of one layer.
+
+    A base class and no part of them: published drafts have these names beside those of the rest.
+    """
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    rotary: Rotary
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packed: Packed | None = None
+        self._head_dim = 0
+
+    def make_attention(self, inputs: int, outputs: int, config: Any, bias: bool = False) -> None:
+        """Make the projections.
+
+        Args:
+            inputs: Size of what is projected.
+            outputs: Size of the result.
+            config: Has `num_heads`, `num_key_value_heads`, `head_dim`, `max_positions`, `rope`.
+            bias: Whether queries, keys and values have biases.
+        """
+        self._head_dim = size = config.head_dim
+        self.q_proj = nn.Linear(inputs, config.num_heads * size, bias=bias)
+        self.k_proj = nn.Linear(inputs, config.num_key_value_heads * size, bias=bias)
+        self.v_proj = nn.Linear(inputs, config.num_key_value_heads * size, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * size, outputs, bias=False)
+        self.rotary = Rotary(config.num_heads, size, config.max_positions, config.rope)
+
+    def pack_attention(self) -> None:
+        """See `Packed`."""
+        self._packed = Packed([self.q_proj, self.k_proj, self.v_proj])
+
+    def attended(self, x: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """Self-attention of x [B, T, inputs]; [B, T, outputs]."""
+        projections = self.q_proj, self.k_proj, self.v_proj
+        found = self._packed(x) if self._packed else (p(x) for p in projections)
+        q, k, v = (y.unflatten(-1, (-1, self._head_dim)).transpose(1, 2) for y in found)
+        out = attend(_rotated(q, angles), _rotated(k, angles), v)
+        projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+
+def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The `Attend` of a whole text."""
+    return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+
+
+def _rotated(x: Tensor, angles: Angles) -> Tensor:
     """[B, H, T, D] turned by its positions."""
     one, two = x.chunk(2, dim=-1)
     return x * angles[0] + torch.cat([-two, one], dim=-1) * angles[1]
-
-
-def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """[B, T, H D] as [B, H, T, D]."""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
-
-
-def joined_heads(x: Tensor) -> Tensor:
-    """[B, H, T, D] as [B, T, H D]."""
-    return x.transpose(1, 2).flatten(2)

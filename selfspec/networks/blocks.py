@@ -64,7 +64,6 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, size, bias=False)
-
         self.gate_up: Packed | None = None
 
     def pack(self) -> None:

@@ -11,17 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from selfspec.networks.attention import (
-    Angles,
-    Attend,
-    Rotary,
-    joined_heads,
-    rotated,
-    split_heads,
-)
-from selfspec.networks.blocks import GatedMLP, Packed, RMSNorm
+from selfspec.networks.attention import Angles, Attend, AttentionLayer
+from selfspec.networks.blocks import GatedMLP, RMSNorm
 from selfspec.networks.vocabulary import DraftHead
 
 
@@ -79,7 +72,7 @@ class ExitConfig:
             )
 
 
-class ExitNetwork(nn.Module):
+class ExitNetwork(AttentionLayer):
     """From the state after `exit_layer` layers to draft tokens.
 
     Args:
@@ -92,21 +85,16 @@ class ExitNetwork(nn.Module):
         c, size = config, config.hidden_size
         if c.num_heads:
             self.attention_layernorm = RMSNorm(size, c.rms_norm_eps)
-            self.q_proj = nn.Linear(size, c.num_heads * c.head_dim, bias=False)
-            self.k_proj = nn.Linear(size, c.num_key_value_heads * c.head_dim, bias=False)
-            self.v_proj = nn.Linear(size, c.num_key_value_heads * c.head_dim, bias=False)
-            self.o_proj = nn.Linear(c.num_heads * c.head_dim, size, bias=False)
-            self.rotary = Rotary(c.num_heads, c.head_dim, c.max_positions, c.rope)
+            self.make_attention(size, size, c)
         self.input_layernorm = RMSNorm(size, c.rms_norm_eps)
         self.mlp = GatedMLP(size, c.intermediate_size)
         self.norm = RMSNorm(size, c.rms_norm_eps)
         self.head = DraftHead(size, c.vocab_size, c.draft_vocab_size, own=c.own_head)
-        self._inputs: Packed | None = None
 
     def pack(self) -> None:
         """Join products of one input, see `Packed`; not for a network that is trained or saved."""
         if self.config.num_heads:
-            self._inputs = Packed([self.q_proj, self.k_proj, self.v_proj])
+            self.pack_attention()
         self.mlp.pack()
 
     def forward(
@@ -125,11 +113,6 @@ class ExitNetwork(nn.Module):
         if self.config.num_heads:
             assert angles is not None
             assert attend is not None
-            x = self.attention_layernorm(hidden)
-            projections = self.q_proj, self.k_proj, self.v_proj
-            found = self._inputs(x) if self._inputs else (p(x) for p in projections)
-            q, k, v = (split_heads(y, self.config.head_dim) for y in found)
-            attended = attend(rotated(q, angles), rotated(k, angles), v)
-            hidden = hidden + self.o_proj(joined_heads(attended))
+            hidden = hidden + self.attended(self.attention_layernorm(hidden), angles, attend)
         out: Tensor = self.norm(hidden + self.mlp(self.input_layernorm(hidden)))
         return out

@@ -17,15 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from selfspec.networks.attention import (
-    Angles,
-    Attend,
-    Rotary,
-    joined_heads,
-    rotated,
-    split_heads,
-)
-from selfspec.networks.blocks import GatedMLP, Packed, RMSNorm
+from selfspec.networks.attention import Angles, Attend, AttentionLayer
+from selfspec.networks.blocks import GatedMLP, RMSNorm
 from selfspec.networks.vocabulary import DraftHead
 
 
@@ -100,7 +93,7 @@ class FeatureConfig:
             raise ValueError(f"taps={self.taps} do not fit layout={self.layout!r}.")
 
 
-class FeatureNetwork(nn.Module):
+class FeatureNetwork(AttentionLayer):
     """One decoder layer over (embedding of the next token, feature of this position).
 
     The target's embeddings are not part of it: whoever calls passes embedded tokens.
@@ -121,23 +114,14 @@ class FeatureNetwork(nn.Module):
             self.hidden_norm = RMSNorm(size, c.rms_norm_eps)
             self.norm = RMSNorm(size, c.rms_norm_eps)
         width = size + (c.target_hidden_size if eagle3 else 0)
-        self.q_proj = nn.Linear(width, c.num_heads * c.head_dim, bias=c.bias)
-        self.k_proj = nn.Linear(width, c.num_key_value_heads * c.head_dim, bias=c.bias)
-        self.v_proj = nn.Linear(width, c.num_key_value_heads * c.head_dim, bias=c.bias)
-        self.o_proj = nn.Linear(c.num_heads * c.head_dim, size, bias=False)
+        self.make_attention(width, size, c, c.bias)
         self.post_attention_layernorm = RMSNorm(size, c.rms_norm_eps)
         self.mlp = GatedMLP(size, c.intermediate_size)
         self.head = DraftHead(size, c.vocab_size, c.draft_vocab_size, own=c.own_head)
-        self.rotary = Rotary(c.num_heads, c.head_dim, c.max_positions, c.rope)
-        self._inputs: Packed | None = None
-
-    @property
-    def _projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.q_proj, self.k_proj, self.v_proj
 
     def pack(self) -> None:
         """Join products of one input, see `Packed`; not for a network that is trained or saved."""
-        self._inputs = Packed(self._projections)
+        self.pack_attention()
         self.mlp.pack()
 
     def fuse(self, taps: Tensor) -> Tensor:
@@ -145,18 +129,13 @@ class FeatureNetwork(nn.Module):
         fused: Tensor = self.fc(taps) if self.config.layout == "eagle3" else taps
         return fused
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
-        """Cosines and sines for int64 positions [B, T]; each [B, 1, T, D]."""
-        found: Angles = self.rotary(positions, dtype)
-        return found
-
     def forward(self, embedded: Tensor, feature: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """One draft step.
 
         Args:
             embedded: [B, T, C] embeddings of the tokens one position on.
             feature: [B, T, C] fused features, or outputs of the step before.
-            angles: Of the positions, see `angles`.
+            angles: Of the positions, by `rotary`.
             attend: Attention over whatever the caller keeps.
 
         Returns:
@@ -169,10 +148,7 @@ class FeatureNetwork(nn.Module):
             residual = normed if c.norm_before_residual else feature
         else:
             x = residual = self.fc(torch.cat([embedded, feature], dim=-1))
-        found = self._inputs(x) if self._inputs else (p(x) for p in self._projections)
-        q, k, v = (split_heads(y, c.head_dim) for y in found)
-        attended = attend(rotated(q, angles), rotated(k, angles), v)
-        residual = residual + self.o_proj(joined_heads(attended))
+        residual = residual + self.attended(x, angles, attend)
         out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return out
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
+from selfspec.config import Options
 from selfspec.training.losses import Loss
 
 Kind = Literal["feature", "heads", "exit"]
@@ -15,7 +15,7 @@ Start = Literal["head", "layer", "random"]
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Options):
     """What is trained, on how much, and how. Sizes that are None are the target's.
 
     Attributes:
@@ -151,24 +151,3 @@ class TrainConfig:
     def depths(self) -> int:
         """How many draft tokens the estimate of tau is for."""
         return self.num_draft_heads if self.kind == "heads" else self.steps
-
-    def to_dict(self) -> dict[str, Any]:
-        """All options and the version they were written by."""
-        from selfspec import __version__
-
-        return {**asdict(self), "selfspec_version": __version__}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of `to_dict`; options that are not there have their defaults.
-
-        Raises:
-            ValueError: If an option is unknown (written by a newer version, or misspelt).
-        """
-        known = {f.name for f in fields(cls)}
-        values = {k: v for k, v in values.items() if k != "selfspec_version"}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(
-                f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}."
-            )
-        return cls(**values)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from selfspec.target import Target
 
 # Positions whose logits over the whole vocabulary are in float32 at a time.
 _CHUNK = 128
@@ -33,14 +32,11 @@ class Observed:
 
 
 @torch.no_grad()
-def observe(
-    model: PreTrainedModel, layers: Sequence[nn.Module], ids: Tensor, taps: Sequence[int], k: int
-) -> Observed:
-    """Run the target over texts.
+def observe(target: Target, ids: Tensor, taps: Sequence[int], k: int) -> Observed:
+    """Run the target over texts, tapped as it is when it drafts.
 
     Args:
-        model: In evaluation mode. Hooks are on its layers during the call.
-        layers: Its decoder layers.
+        target: Of a model in evaluation mode.
         ids: int64 [B, T], rows padded at the end with any token.
         taps: Which hidden states.
         k: K, how many tokens.
@@ -49,11 +45,15 @@ def observe(
         ValueError: If the model is in training mode, so that dropout could change the states, or
             if there is no such layer.
     """
-    if model.training:
+    if target.model.training:
         raise ValueError("the model is in training mode: call model.eval() first.")
-    with _tapped(layers, taps) as caught:
-        logits = model(input_ids=ids.to(_device(model)), use_cache=False).logits
-    flat = logits.reshape(-1, logits.shape[-1])
+    count = target.architecture.num_layers
+    if wrong := [tap for tap in taps if not 0 <= tap <= count]:
+        raise ValueError(
+            f"taps={wrong} are out of range: the model has {count} layers, 0..{count}."
+        )
+    seen = target.read(ids.to(target.device), frozenset(taps))
+    flat = seen.logits.reshape(-1, seen.logits.shape[-1])
     k = min(k, flat.shape[-1])
     tokens = torch.empty(len(flat), k, dtype=torch.int64, device=flat.device)
     probs = torch.empty(len(flat), k, dtype=torch.float32, device=flat.device)
@@ -62,39 +62,4 @@ def observe(
         best, tokens[part] = flat[part].topk(k)
         probs[part] = (best.float() - flat[part].float().logsumexp(-1, keepdim=True)).exp()
     shape = (*ids.shape, k)
-    return Observed(caught, tokens.view(shape), probs.view(shape))
-
-
-@contextmanager
-def _tapped(layers: Sequence[nn.Module], taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    caught: dict[int, Tensor] = {}
-    count = len(layers)
-    if wrong := [tap for tap in taps if not 0 <= tap <= count]:
-        raise ValueError(
-            f"taps={wrong} are out of range: the model has {count} layers, 0..{count}."
-        )
-
-    def before(layer: int) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            caught[layer] = args[0] if args else kwargs["hidden_states"]
-
-        return hook
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        caught[count] = output[0] if isinstance(output, tuple) else output
-
-    handles = []
-    try:
-        for tap in set(taps) - {count}:
-            handles.append(layers[tap].register_forward_pre_hook(before(tap), with_kwargs=True))
-        if count in taps:
-            handles.append(layers[-1].register_forward_hook(after))
-        yield caught
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _device(model: PreTrainedModel) -> torch.device:
-    device: torch.device = model.get_input_embeddings().weight.device
-    return device
+    return Observed(seen.hidden, tokens.view(shape), probs.view(shape))

@@ -21,10 +21,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils.logging import tqdm
 
-from selfspec.architectures import describe
 from selfspec.checkpoints.base_model import BaseModel, check_base
 from selfspec.checkpoints.folder import TAPS
 from selfspec.checkpoints.tensors import read_json, write_tensors, write_text
+from selfspec.target import Target
 from selfspec.training.answers import Answer
 from selfspec.training.batches import Batch
 from selfspec.training.observe import observe
@@ -110,7 +110,7 @@ def write_states(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     answers, taps = usable(answers, max_length), tuple(sorted(set(taps)))
-    layers = describe(model).layers
+    target = Target(model)
     base = BaseModel.of(model)
     options = [base.shape, base.embedding, taps, top_k, str(dtype), tokens_per_batch]
     shards = list(_shards(answers, tokens_per_shard))
@@ -122,7 +122,7 @@ def write_states(
             if not (folder / name).is_file():
                 tensors: dict[str, list[Tensor]] = {}
                 for batch in _batches(shard, tokens_per_batch):
-                    read = _observed(model, layers, batch, taps, top_k, dtype)
+                    read = _observed(target, batch, taps, top_k, dtype)
                     for key, value in _flat(read, taps).items():
                         tensors.setdefault(key, []).append(value)
                 whole = {key: torch.cat(parts) for key, parts in tensors.items()}
@@ -247,10 +247,10 @@ class StreamedStates:
         max_length: int = 1024,
     ) -> None:
         self.model = model
-        self.layers = describe(model).layers
+        self._target = Target(model)
         self.answers = usable(answers, max_length)
         self.top_k = top_k
-        self.taps = tuple(range(len(self.layers) + 1))
+        self.taps = tuple(range(self._target.architecture.num_layers + 1))
         self.lengths = [_length(a) for a in self.answers]
         base = BaseModel.of(model)
         self.token_counts = _counts(self.answers, base.shape["vocab_size"])
@@ -259,8 +259,7 @@ class StreamedStates:
     def read(self, rows: Sequence[int], taps: Sequence[int]) -> Batch:
         """See `States.read`."""
         batch = [self.answers[row] for row in rows]
-        dtype = self.model.dtype
-        return _observed(self.model, self.layers, batch, taps, self.top_k, dtype)
+        return _observed(self._target, batch, taps, self.top_k, self.model.dtype)
 
 
 def _length(answer: Answer) -> int:
@@ -302,8 +301,7 @@ def _name(answers: Sequence[Answer], options: list[Any]) -> str:
 
 
 def _observed(
-    model: PreTrainedModel,
-    layers: Sequence[Any],
+    target: Target,
     answers: Sequence[Answer],
     taps: Sequence[int],
     top_k: int,
@@ -313,7 +311,7 @@ def _observed(
     ids = torch.zeros(len(answers), int(lengths.max()), dtype=torch.int64)
     for row, answer in zip(ids, answers, strict=True):
         row[: _length(answer)] = torch.tensor([*answer.prompt_ids, *answer.response_ids])
-    seen = observe(model, layers, ids, taps, top_k)
+    seen = observe(target, ids, taps, top_k)
     device = seen.probs.device
     states = torch.cat([seen.taps[tap].to(device, dtype) for tap in taps], dim=-1)
     padding = torch.arange(ids.shape[1]) >= lengths[:, None]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from selfspec.networks.attention import causal
 from selfspec.networks.exit import ExitNetwork
 from selfspec.networks.feature import FeatureNetwork
 
@@ -34,7 +34,7 @@ def unroll(network: FeatureNetwork, embedded: Tensor, taps: Tensor, steps: int) 
     feature = network.fuse(taps)
     group = c.num_heads // c.num_key_value_heads
     positions = torch.arange(length + steps - 1, device=taps.device)[None]
-    cos, sin = network.angles(positions, taps.dtype)
+    cos, sin = network.rotary(positions, taps.dtype)
     causal = torch.ones(length, length, dtype=torch.bool, device=taps.device).tril()
     bias = torch.zeros(length, length, dtype=taps.dtype, device=taps.device)
     bias.masked_fill_(~causal, float("-inf"))
@@ -81,9 +81,5 @@ def exit_states(network: ExitNetwork, taps: Tensor) -> Tensor:
         out: Tensor = network(taps)
         return out
     positions = torch.arange(taps.shape[1], device=taps.device)[None]
-    attended: Tensor = network(taps, network.rotary(positions, taps.dtype), _causal)
+    attended: Tensor = network(taps, network.rotary(positions, taps.dtype), causal)
     return attended
-
-
-def _causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)

@@ -82,7 +82,7 @@ def logits(network: Any) -> Tensor:
     states = inputs(SIZE).to(dtype)
     if isinstance(network, FeatureNetwork):
         taps = inputs(SIZE * len(network.config.taps), 1).to(dtype)
-        angles = network.angles(torch.arange(7)[None], dtype)
+        angles = network.rotary(torch.arange(7)[None], dtype)
         out = network(states, network.fuse(taps), angles, attend)
         return network.head(network.readout(out)).float()
     if isinstance(network, HeadsNetwork):

@@ -112,7 +112,7 @@ def test_a_kill_between_the_two_files_is_noticed(
     def dies(text: str, path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("selfspec.checkpoints.folder.write_text", dies)
+    monkeypatch.setattr("selfspec.checkpoints.tensors.write_text", dies)
     for name in ("old", "new"):
         with pytest.raises(KeyboardInterrupt):
             checkpoints.save(heads(conditioned=False), tmp_path / name, base=model)

@@ -65,7 +65,7 @@ def test_d10_the_cache_of_a_draft_is_made_of_true_features(batch: int) -> None:
             return torch.zeros_like(q)
 
         network(
-            embedded, feature, network.angles(torch.arange(length)[None], torch.float64), attend
+            embedded, feature, network.rotary(torch.arange(length)[None], torch.float64), attend
         )
         for mine, true in zip(cache.row(cache.layers[0], b), kept, strict=True):
             assert torch.allclose(mine, true[0], rtol=1e-9, atol=1e-9)

@@ -52,7 +52,7 @@ def one_by_one(net: FeatureNetwork, embedded: Tensor, taps: Tensor, position: in
         return ((q @ k.transpose(2, 3)) * net.config.head_dim**-0.5).softmax(-1) @ v
 
     def run(t: int, feature: Tensor) -> Tensor:
-        angles = net.angles(torch.tensor([[t]]), torch.float64)
+        angles = net.rotary(torch.tensor([[t]]), torch.float64)
         return net(embedded[None, None, t], feature, angles, attend)
 
     outputs = []
@@ -113,8 +113,8 @@ def test_gradients_flow_through_all_steps() -> None:
 
 def test_positions_are_exact_in_two_bytes() -> None:
     positions = torch.tensor([[0, 1, 500, 1900]])
-    exact = network().float().angles(positions, torch.float32)
+    exact = network().float().rotary(positions, torch.float32)
     for rounded, wanted in zip(
-        network().bfloat16().angles(positions, torch.float32), exact, strict=True
+        network().bfloat16().rotary(positions, torch.float32), exact, strict=True
     ):
         torch.testing.assert_close(rounded, wanted, rtol=0, atol=0)
