@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, modeling_layers
 
 import selfspec
-from selfspec.drafters import mtp_module
 from selfspec.testing import check_drafter
 from tests.families import tiny
 from tests.families.shrink import tiny_config
@@ -131,7 +130,7 @@ class Recorder(selfspec.MtpDrafter if HAS_MTP else object):  # type: ignore[misc
         if tree.width > 1:
             rows = self._rows
             self.cache, self.lengths, self.last = rows.cache, rows.cache.lengths, [*rows.last]
-            assert not any(rows.left)
+            assert not any(self._seen.counts)
             self.seen = [state.tokens(b).copy() for b in range(state.batch)]
         return tree
 
@@ -264,7 +263,7 @@ class TestModules:
         plain = model.generate(**prompt, **GREEDY).tolist()
         expected = Recorder(module)
         selfspec.wrap(model, expected).generate(**prompt, **GREEDY)
-        monkeypatch.setattr(mtp_module, "_BLOCK", 3)
+        monkeypatch.setattr("selfspec.drafters.mtp.AT_ONCE", 3)
         for wrapped in (lambda d: d, lambda d: [selfspec.NGramDrafter(1), d], Lazy):
             drafter = Recorder(module)
             spec = selfspec.wrap(model, wrapped(drafter))

@@ -22,9 +22,10 @@ from selfspec_kernels.draft_topk import MAX_K
 from torch import Tensor, nn
 
 from selfspec.drafters.draw import draw, draws
-from selfspec.drafters.mtp_module import MtpModule, MtpRows, load_mtp, padded, rows_of
+from selfspec.drafters.mtp_module import MtpModule, MtpRows, load_mtp
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import best_of
+from selfspec.drafters.states_seen import AT_ONCE, StatesSeen
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -86,7 +87,9 @@ class MtpDrafter:
         self.do_sample = do_sample
         self.hidden_taps: Sequence[int] = ()
         self._bound: tuple[Architecture, MtpModule] | None = None
+        # Of a request: what the module keeps, and what it has not taken in yet.
         self._rows: MtpRows | None = None
+        self._seen: StatesSeen | None = None
 
     @classmethod
     def from_model(
@@ -112,7 +115,7 @@ class MtpDrafter:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what a model or a request left here: whoever has the copy binds it anew."""
-        return {**self.__dict__, "_bound": None, "_rows": None}
+        return {**self.__dict__, "_bound": None, "_rows": None, "_seen": None}
 
     def bind(self, architecture: Architecture) -> None:
         """Find the module, and check that it fits and can be driven.
@@ -142,36 +145,38 @@ class MtpDrafter:
         chain = _Chain(state, longest, budget, branches, self.confidence, drawn)
         if rows is None or not chain.longest:
             return TokenTree.root_only(state.root)
-        module.run(rows, *rows.take(state), chain, chain.longest)
+        self._go_on(state, rows, module, chain)
         return chain.tree()
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Keep what the target made of the tokens that are final; long texts run at once."""
         if state.done:
-            self._rows = None  # keys and values are not for keeping
+            self._rows = self._seen = None  # keys and values are not for keeping
             return
         module = self._module(state)
-        hidden = output.hidden[state.target.architecture.num_layers]
-        roots = state.cache.lengths
-        if self._rows is None:
-            # Less than the whole text where a cache was continued, or embeddings stand before ids.
-            ids = [len(state.tokens(b)) for b in range(state.batch)]
-            counts = [min(hidden.shape[1], *pair) for pair in zip(roots, ids, strict=True)]
-            self._rows = MtpRows.blank(module, list(roots), counts, state.limit)
-            at = padded([list(range(hidden.shape[1] - n, hidden.shape[1])) for n in counts])
-            at = at.to(hidden.device)
+        if self._seen is None or self._rows is None:
+            self._seen = StatesSeen((state.target.architecture.num_layers,), state, output)
+            roots = zip(state.cache.lengths, self._seen.counts, strict=True)
+            begin = [root - count + 1 for root, count in roots]
+            self._rows = MtpRows.blank(module, begin, max(self._seen.counts), state.limit)
         else:
-            counts = self._rows.grow(roots)
-            at = acceptance.path[:, : max(counts)].to(hidden.device).long().clamp(min=0)
-        rows = self._rows
-        if any(counts):
-            rows.keep(module.normed(rows_of(hidden, at)), counts)
-        while rows.is_long:
-            module.run(rows, *rows.take(state))
+            self._seen.add(state, output, acceptance)
+        while max(self._seen.counts) > AT_ONCE:
+            self._go_on(state, self._rows, module)
+
+    def _go_on(
+        self, state: DecodeState, rows: MtpRows, module: MtpModule, chain: _Chain | None = None
+    ) -> None:
+        """Run the oldest final tokens that have not run, and perhaps draft behind them."""
+        assert self._seen is not None
+        hidden, counts, tokens = self._seen.take(AT_ONCE, state)
+        tokens = tokens.to(state.root.device)
+        longest = 0 if chain is None else chain.longest
+        module.run(rows, tokens, module.normed(hidden), counts, chain, longest)
 
     def reset(self) -> None:
         """Forget the sequences."""
-        self._rows = None
+        self._rows = self._seen = None
 
     def _module(self, state: DecodeState) -> MtpModule:
         if self._bound is None or self._bound[0] is not state.target.architecture:
@@ -347,10 +352,16 @@ def _shape(
         )
         return _Shape(
             replace(tree, max_children=max(map(max, filter(None, widths)))),
-            padded(picked).to(device),
-            padded([row + [depths] * (nodes - len(row)) for row in drawn]).to(device),
-            padded([row + row[-1:] * (depths + 1 - len(row)) for row in ends]).to(device).int(),
+            _even(picked).to(device),
+            _even([row + [depths] * (nodes - len(row)) for row in drawn]).to(device),
+            _even([row + row[-1:] * (depths + 1 - len(row)) for row in ends]).to(device).int(),
         )
 
 
 _common_shape = lru_cache(maxsize=512)(_shape)
+
+
+def _even(rows: list[list[int]]) -> Tensor:
+    """int64 [B, longest], filled up with 0."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64)

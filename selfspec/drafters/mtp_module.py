@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from selfspec.architectures import Architecture
-    from selfspec.state import DecodeState
 
-_BLOCK = 512  # tokens that the module catches up with in one call
 _PROBED = 8  # tokens
 _SPARE = 64  # slots for what is written after the prompt, before the cache grows
 
@@ -144,7 +142,7 @@ class MtpModule:
         cache = MtpCache(config=self.mtp.config)
         theirs = self.mtp.forward_layer(0, hidden, positions, cache, input_ids=tokens).float()
         found = self._layer(
-            0, MtpRows.blank(self, [_PROBED], [_PROBED], _PROBED), tokens, hidden, 0
+            0, MtpRows.blank(self, [1], _PROBED, _PROBED), tokens, hidden, 0
         ).float()
         errors = (found - theirs).norm(dim=-1) / theirs.norm(dim=-1)
         # The median: where experts are tied, a rounding may choose another one for some token.
@@ -254,94 +252,35 @@ class MtpRows:
         begin: int64 [B], position of the first of them.
         lengths: int64 [B], `cache.lengths`: tokens that have run. (Drafts do not count.)
         last: [B, C] for every layer, what it made of the last token that has run.
-        left: Final tokens of every row that have not run.
-        pending: What the target made of the tokens before those, [B, M, C] with a count for every
-            row, oldest first.
-        roots: Position of every row's last final token.
     """
 
     cache: TreeCache
     begin: Tensor
     lengths: Tensor
     last: list[Tensor]
-    left: list[int]
-    pending: list[tuple[Tensor, list[int]]]
-    roots: list[int]
 
     @classmethod
-    def blank(cls, module: MtpModule, roots: list[int], left: list[int], longest: int) -> MtpRows:
-        """Rows of which nothing has run; `longest` is the most tokens that a row can have."""
-        batch, device = len(roots), module.device
-        cache = TreeCache(module.depth, batch, reserve=max(left) + _SPARE, longest=longest)
+    def blank(cls, module: MtpModule, begin: list[int], reserve: int, longest: int) -> MtpRows:
+        """Rows of which nothing has run.
+
+        Args:
+            module: Whose rows they are.
+            begin: Positions of their first tokens.
+            reserve: Tokens to have room for at first.
+            longest: The most tokens that a row can come to.
+        """
+        batch, device = len(begin), module.device
+        cache = TreeCache(module.depth, batch, reserve=reserve + _SPARE, longest=longest)
         cache.settle([0] * batch)
-        begin = [root - count + 1 for root, count in zip(roots, left, strict=True)]
         size = module.mtp.config.hidden_size
         return cls(
             cache,
             torch.tensor(begin, device=device),
             torch.zeros(batch, dtype=torch.int64, device=device),
             [torch.zeros(batch, size, dtype=module.dtype, device=device)] * module.depth,
-            left,
-            [],
-            roots,
         )
-
-    def grow(self, roots: list[int]) -> list[int]:
-        """Learn where the roots are now; returns by how many tokens every row has grown."""
-        new = [now - then for now, then in zip(roots, self.roots, strict=True)]
-        self.left = [left + count for left, count in zip(self.left, new, strict=True)]
-        self.roots = list(roots)
-        return new
-
-    def keep(self, hidden: Tensor, counts: list[int]) -> None:
-        """Add states [B, M, C] that belong to the newest tokens of every row."""
-        for start in range(0, hidden.shape[1], _BLOCK):
-            here = [min(max(count - start, 0), _BLOCK) for count in counts]
-            self.pending.append((hidden[:, start : start + _BLOCK], here))
-
-    @property
-    def is_long(self) -> bool:
-        """Whether there is more than one call's work."""
-        return sum(hidden.shape[1] for hidden, _ in self.pending) > _BLOCK
-
-    def take(self, state: DecodeState) -> tuple[Tensor, Tensor, list[int]]:
-        """The oldest tokens that have not run, as `MtpModule.run` takes them."""
-        parts: list[Tensor] = []
-        indices: list[list[int]] = [[] for _ in self.left]
-        width = 0
-        while self.pending and (not parts or width + self.pending[0][0].shape[1] <= _BLOCK):
-            hidden, counts = self.pending.pop(0)
-            for b, count in enumerate(counts):
-                indices[b] += range(width, width + count)
-            parts.append(hidden)
-            width += hidden.shape[1]
-        if not parts:
-            parts = [self.last[0][:, None]]
-        taken = [len(index) for index in indices]
-        tokens = []
-        for b, count in enumerate(taken):
-            text = state.tokens(b)
-            first = len(text) - self.left[b]
-            tokens.append(text[first : first + count].tolist())
-        self.left = [left - count for left, count in zip(self.left, taken, strict=True)]
-        hidden = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-        at = padded(indices).to(hidden.device)
-        return padded(tokens).to(state.root.device), rows_of(hidden, at), taken
 
     def advance(self, counts: list[int]) -> None:
         """Keep what has been written for so many tokens of every row."""
         self.cache.lengths = [n + m for n, m in zip(self.cache.lengths, counts, strict=True)]
         self.lengths = torch.tensor(self.cache.lengths, device=self.lengths.device)
-
-
-def padded(rows: list[list[int]]) -> Tensor:
-    """int64 [B, longest]."""
-    width = max(map(len, rows))
-    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64).view(
-        len(rows), width
-    )
-
-
-def rows_of(hidden: Tensor, at: Tensor) -> Tensor:
-    """From [B, M, C] those at int64 [B, M'] of every row."""
-    return hidden.gather(1, at[:, :, None].expand(-1, -1, hidden.shape[-1]))
