@@ -14,9 +14,9 @@ import torch
 
 import selfspec
 from selfspec.drafters.feature import FeatureDrafter
-from tests.drafters import random_feature
 from tests.families import tiny
 from tests.generate.test_drawn_drafts import CRITICAL, largest_gaps
+from tests.networks import random_feature
 
 DEPTH, WIDTH = 3, 3
 GREEDY = {"max_new_tokens": 24, "do_sample": False}

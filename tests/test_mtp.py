@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, modeling_layers
+from torch import Tensor
+from transformers import modeling_layers
 
 import selfspec
 from selfspec.testing import check_drafter
 from tests.families import tiny
-from tests.families.shrink import tiny_config
 from tests.generate.test_drawn_drafts import CRITICAL, largest_gaps
+from tests.mtp import GREEDY, HAS_MTP, NEW, chained, trained
 
-HAS_MTP = hasattr(modeling_layers, "MtpModel")  # transformers 5.24 has it
-NEW = 24
-GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-TRAINED = 40  # steps
-# Transformers knows such keys by the layer counts of the published models alone.
-KEYS = [r"model\.layers\.2.*", r"model\.layers\.3.*"]
 MODULES = [("glm4_moe", 1), ("glm4_moe", 2), ("deepseek_v3", 1), ("mellum", 1)]
 
 OPTIONS: list[dict[str, Any]] = [
@@ -33,92 +24,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"max_draft_tokens": 3, "confidence": 0.5, "branches": 2},
     {"max_draft_tokens": 3},
 ]
-
-
-def chained(module: Any, layers: int, ids: Tensor, hidden: Tensor, cache: Any) -> list[Tensor]:
-    """What every layer makes of a text by transformers' own call: states at the text's tokens.
-
-    Args:
-        module: An `MtpModel`.
-        layers: How many run.
-        ids: int64 [1, T].
-        hidden: [1, T, C] of the target, after its final norm.
-        cache: Empty.
-    """
-    found, source = [], hidden[:, :-1]
-    for k in range(layers):
-        positions = torch.arange(k + 1, ids.shape[1])[None]
-        source = module.forward_layer(k, source, positions, cache, input_ids=ids[:, k + 1 :])
-        found.append(source)
-        source = source[:, :-1]
-    return found
-
-
-def texts(model: Any) -> list[Tensor]:
-    """What the model makes of the rows of a ragged prompt, each [1, T]."""
-    out = model.generate(**tiny.prompts(3), **GREEDY)
-    return [row[None, row.ne(tiny.PAD).int().argmax() :] for row in out]
-
-
-CHANGES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"num_nextn_predict_layers": 1},
-    # Layers without experts are faster; those of the module have them.
-    "glm4_moe": {"num_nextn_predict_layers": 2, "num_hidden_layers": 2, "first_k_dense_replace": 2},
-    "mellum": {
-        "num_hidden_layers": 2,
-        "layer_types": ["full_attention", "sliding_attention"],
-        "mlp_layer_types": ["sparse"] * 2,
-        "num_nextn_predict_layers": 1,
-        "mtp_layer_types": ["sliding_attention"],
-        "mtp_mlp_layer_types": ["sparse"],
-    },
-}
-
-
-@cache
-def made(name: str) -> Any:
-    """A tiny model with an MTP module in its config; not to be changed."""
-    config = tiny_config(name)
-    torch.manual_seed(0)
-    changed = type(config)(**{**config.to_dict(), **CHANGES[name]})
-    model = AutoModelForCausalLM.from_config(changed)
-    tiny.redraw(model, 0)
-    return model.eval()
-
-
-@cache
-def trained(name: str, num_layers: int) -> tuple[Any, Any]:
-    """A model, and a module that knows the first half of its texts by heart."""
-    model = made(name)
-    depth = model.config.num_mtp_layers
-    if num_layers < depth:
-        module = copy.deepcopy(trained(name, depth)[1], {id(model): model})
-        module.tie_with_main_model(model)
-        module.layers = module.layers[:num_layers]
-        module.config.num_hidden_layers = module.num_mtp_layers = num_layers
-        return model, module
-    torch.manual_seed(0)
-    module = modeling_layers.MtpModel(model, num_layers)
-    weights = list(module.layers.parameters())
-    for weight in weights:
-        nn.init.normal_(weight, std=0.1) if weight.ndim > 1 else nn.init.ones_(weight)
-    optimizer = torch.optim.Adam(weights, lr=1e-2)
-    known = [ids[0, : -NEW // 2] for ids in texts(model)]
-    ids = nn.utils.rnn.pad_sequence(known, batch_first=True, padding_value=-1)
-    wanted = ids.masked_fill(ids < 0, -100)
-    ids = ids.clamp(min=0)
-    with torch.no_grad():
-        hidden = model(ids, output_hidden_states=True).hidden_states[-1]
-    for _ in range(TRAINED):
-        loss = torch.zeros(())
-        for k, out in enumerate(chained(module, num_layers, ids, hidden, None)):
-            logits = module._project_to_logits(out[:, :-1])
-            loss = loss + nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, k + 2 :])
-        grads = torch.autograd.grad(loss, weights, allow_unused=True)
-        for weight, grad in zip(weights, grads, strict=True):
-            weight.grad = grad
-        optimizer.step()
-    return model, module.eval()
 
 
 class Recorder(selfspec.MtpDrafter if HAS_MTP else object):  # type: ignore[misc]
@@ -376,135 +281,3 @@ class TestModules:
         assert model.config.to_json_string() == config
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name])
-
-
-def saved(folder: Path, model: Any, module: Any) -> None:
-    """Save a model and its MTP module as checkpoints of GLM have them: one more layer."""
-    model.save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    names = {"post_norm": "shared_head.norm"}
-    for name, value in module.layers.state_dict().items():
-        number, rest = name.split(".", 1)
-        part, weight = rest.removeprefix("mtp_block.").rsplit(".", 1)
-        key = f"model.layers.{2 + int(number)}.{names.get(part, part)}"
-        if part == "mlp.experts":
-            for i, expert in enumerate(value):
-                split = {"down_proj": expert}
-                if weight == "gate_up_proj":
-                    split = dict(zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True))
-                for what, one in split.items():
-                    weights[f"{key}.{i}.{what}.weight"] = one.contiguous()
-        else:
-            weights[f"{key}.{weight}"] = value.clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-class TestCheckpoints:
-    """Loading what a checkpoint ships."""
-
-    __test__ = HAS_MTP
-
-    def test_by_name_and_by_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        model, module = trained("glm4_moe", 2)
-        saved(tmp_path, model, module)
-        monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", KEYS)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-        other = copy.deepcopy(model)
-        other._keys_to_ignore_on_load_unexpected = KEYS
-        name = other.config.name_or_path
-        drafter = selfspec.MtpDrafter.from_model(other, str(tmp_path), max_draft_tokens=2)
-        assert other.config.name_or_path == name
-        for key, value in drafter.mtp_model.layers.state_dict().items():
-            assert torch.equal(value, module.layers.state_dict()[key])
-        stats = []
-        for spec in (selfspec.wrap(loaded, "mtp"), selfspec.wrap(other, drafter)):
-            spec.generate(**tiny.prompts(3), **GREEDY)
-            stats.append((spec.stats.accepted, spec.stats.drafted))
-        assert stats[0] == stats[1]
-        assert stats[0][0] > 4
-
-    def test_weights_are_missing(self, tmp_path: Path) -> None:
-        model = copy.deepcopy(made("glm4_moe"))
-        model._keys_to_ignore_on_load_unexpected = KEYS
-        model.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=r"could not be loaded from .*missing"):
-            selfspec.MtpDrafter.from_model(model, str(tmp_path))
-
-    def test_there_is_no_checkpoint(self) -> None:
-        with pytest.raises(ValueError, match="could not be loaded from ''"):
-            selfspec.wrap(tiny.build("glm4_moe"), "mtp")
-
-    def test_keys_are_unknown(self) -> None:
-        model = copy.deepcopy(tiny.build("glm4_moe"))
-        model._keys_to_ignore_on_load_unexpected = None
-        with pytest.raises(ValueError, match="knows no keys of MTP weights"):
-            selfspec.wrap(model, "mtp")
-
-    def test_model_has_none(self) -> None:
-        with pytest.raises(
-            ValueError, match=r"LlamaForCausalLM has no MTP module: .*num_mtp_layers"
-        ):
-            selfspec.wrap(tiny.build("llama"), "mtp")
-
-
-class TestRefusals:
-    """Modules that do not fit."""
-
-    __test__ = HAS_MTP
-
-    def test_of_another_model(self) -> None:
-        _, module = trained("glm4_moe", 1)
-        with pytest.raises(ValueError, match=r"embeddings \(64, 64\); .* are \(64, 96\)"):
-            selfspec.wrap(tiny.build("llama_gqa3"), selfspec.MtpDrafter(module))
-
-    def test_attention_without_masks(self) -> None:
-        model, module = trained("glm4_moe", 1)
-        other = copy.deepcopy(module)
-        other.config._attn_implementation = "flex_attention"
-        with pytest.raises(ValueError, match="set_attn_implementation"):
-            selfspec.wrap(model, selfspec.MtpDrafter(other))
-
-    def test_layers_that_see_otherwise(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What we compute is compared with what transformers computes, once a model."""
-        model, module = trained("glm4_moe", 1)
-        other = copy.deepcopy(module)
-        layer = type(other.layers[0])
-        forward = layer.forward
-
-        def blind(self: Any, *args: Any, attention_mask: Any, **kwargs: Any) -> Any:
-            unmasked = attention_mask is not None and attention_mask.dtype == torch.bool
-            mask = torch.ones_like(attention_mask) if unmasked else attention_mask
-            return forward(self, *args, attention_mask=mask, **kwargs)
-
-        monkeypatch.setattr(layer, "forward", blind)
-        with pytest.raises(ValueError, match="mtp_model cannot be driven"):
-            selfspec.wrap(model, selfspec.MtpDrafter(other))
-
-    def test_layer_types(self) -> None:
-        model, module = trained("glm4_moe", 1)
-        other = copy.deepcopy(module)
-        other.config.layer_types = ["linear_attention"]
-        with pytest.raises(ValueError, match="linear_attention"):
-            selfspec.wrap(model, selfspec.MtpDrafter(other))
-
-
-def test_transformers_without_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(modeling_layers, "MtpModel", raising=False)
-    with pytest.raises(ValueError, match=r"needs a transformers with MtpModel, as 5\.24"):
-        selfspec.wrap(tiny.build("llama"), "mtp")
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"max_draft_tokens": 0}, ValueError),
-        ({"max_draft_tokens": 2.0}, TypeError),
-        ({"confidence": 2}, ValueError),
-        ({"branches": 65}, ValueError),
-        ({"do_sample": 1}, TypeError),
-        ({"mtp_model": nn.Linear(2, 2)}, TypeError),
-    ],
-)
-def test_options(options: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=next(iter(options))):
-        selfspec.MtpDrafter(**options)

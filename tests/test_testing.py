@@ -12,16 +12,8 @@ import pytest
 import selfspec
 from selfspec.testing import DrafterError, check_drafter
 from selfspec.testing.rules import RULES
-from tests.drafters import (
-    BROKEN,
-    HOARD,
-    Drawn,
-    Sound,
-    random_exit,
-    random_feature,
-    random_heads,
-    small,
-)
+from tests.drafters import BROKEN, HOARD, Drawn, Sound, small
+from tests.networks import random_exit, random_feature, random_heads
 
 PROMPTS = [[5, 9, 3, 7, 5, 9, 3], [4, 8, 4]]
 

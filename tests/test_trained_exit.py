@@ -12,9 +12,9 @@ import torch
 
 import selfspec
 from selfspec.networks.exit import ExitConfig
-from tests.drafters import random_exit
 from tests.families import tiny
 from tests.generate.test_drawn_drafts import CRITICAL, largest_gaps
+from tests.networks import random_exit
 
 LAYER, LENGTH = 2, 3
 GREEDY = {"max_new_tokens": 24, "do_sample": False}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import selfspec
-from tests.drafters import RandomExit, RandomFeature, RandomHeads
 from tests.families import tiny
+from tests.networks import RandomExit, RandomFeature, RandomHeads
 from tests.oracle import OracleDrafter, RandomTreeDrafter
 
 NEW = 40

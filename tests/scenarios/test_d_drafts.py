@@ -9,8 +9,8 @@ import torch
 
 import selfspec
 from selfspec.drafters.own_cache import OwnCache
-from tests.drafters import random_feature
 from tests.families import tiny
+from tests.networks import random_feature
 
 
 @pytest.mark.parametrize("batch", [1, 3])
