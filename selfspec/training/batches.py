@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,17 +60,43 @@ class Batch:
         return Batch(ids, prompts, lengths, self.taps.to(device, dtype), top, probs)
 
 
-def split(count: int, share: float, most: int, seed: int) -> tuple[list[int], list[int]]:
-    """Sequences to train on, and sequences held out (at least one, at most half).
+def split(keys: Sequence[str], share: float, most: int, seed: int) -> tuple[list[int], list[int]]:
+    """Sequences to train on, and sequences held out (at least one, at most about half).
+
+    A number that seed and prompt tell decides: answers to one prompt stay together, and what was
+    trained on is not held out when there are more answers, of which a run goes on.
+
+    Args:
+        keys: Of every sequence, that of its prompt.
+        share: Of the prompts that is held out, about.
+        most: Sequences held out, but for the last prompt's.
+        seed: Any int.
 
     Raises:
-        ValueError: If there are not two.
+        ValueError: If there are not two prompts.
     """
-    if count < 2:
-        raise ValueError(f"{count} sequences are too few: one is held out, others are trained on.")
-    held = max(1, min(most, round(count * share), count // 2))
-    order = np.random.default_rng([seed, count]).permutation(count).tolist()
-    return sorted(order[held:]), sorted(order[:held])
+    rows: dict[str, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
+    if len(rows) < 2:
+        raise ValueError(
+            f"{len(rows)} different prompts are too few: one is held out, others are trained on."
+        )
+    numbers = {key: _number(seed, key) for key in rows}
+    cap = min(most, len(keys) // 2)
+    held: list[int] = []
+    for key in sorted(rows, key=numbers.__getitem__)[:-1]:
+        if held and (numbers[key] >= share or len(held) >= cap):
+            break
+        held += rows[key]
+    chosen = set(held)
+    return [row for row in range(len(keys)) if row not in chosen], sorted(held)
+
+
+def _number(seed: int, key: str) -> float:
+    """In 0..1, evenly."""
+    digest = hashlib.sha256(f"{seed} {key}".encode()).digest()
+    return float(int.from_bytes(digest[:8], "big")) / 2.0**64
 
 
 def plan(

@@ -49,8 +49,8 @@ class TrainConfig(Options):
             of its own.
         total_tokens: Tokens in all, prompts included, padding not; more than there are means
             several passes.
-        held_out: Share of the sequences that is kept for the estimate.
-        max_held_out: Most sequences kept for it.
+        held_out: Share of the prompts that is kept for the estimate, about.
+        max_held_out: About how many sequences are kept for it at most.
         evaluate_every: Steps between estimates.
         log_every: Steps between lines of the log.
         checkpoint_seconds: Longest time between two checkpoints.

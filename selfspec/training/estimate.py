@@ -53,6 +53,8 @@ class Estimate:
 def estimate(objective: Objective, batches: Iterable[Batch], ranks: int = 10) -> Estimate:
     """Estimate the acceptance of a network.
 
+    A batch with states that are not finite says nothing and does not count.
+
     Args:
         objective: The network's.
         batches: Texts that it was not trained on, on its device and in its dtype.
@@ -60,10 +62,13 @@ def estimate(objective: Objective, batches: Iterable[Batch], ranks: int = 10) ->
     """
     sums = torch.zeros(objective.depths, 4 + ranks, dtype=torch.float64)
     for batch in batches:
+        of_batch = torch.zeros_like(sums)
         for depth, found in enumerate(objective(batch, ranks, prompt_weight=0.0)):
             if found.weight:
                 means = [1.0, float(found.loss), found.hits, found.alpha, *found.ranks.tolist()]
-                sums[depth] += found.weight * torch.tensor(means, dtype=torch.float64)
+                of_batch[depth] = found.weight * torch.tensor(means, dtype=torch.float64)
+        if of_batch.isfinite().all():
+            sums += of_batch
     means_by_depth = sums / sums[:, :1].clamp_min(1)
     if isinstance(objective.network, ExitNetwork):
         # It reads true states of whatever was drafted before, so that depth makes no difference.

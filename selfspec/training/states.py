@@ -42,6 +42,7 @@ class States(Protocol):
 
     Attributes:
         lengths: Tokens of every sequence.
+        prompts: Of every sequence, what tells its prompt from others.
         token_counts: int64 [V], how often each token was answered.
         taps: Layers whose states there are.
         identity: Differs for other texts or states.
@@ -49,6 +50,7 @@ class States(Protocol):
     """
 
     lengths: list[int]
+    prompts: list[str]
     token_counts: Tensor
     taps: tuple[int, ...]
     identity: str
@@ -181,6 +183,7 @@ class ShardedStates:
             raise ValueError(f"{self.folder} lacks {', '.join(missing)}: run write_states again.")
         self._open = lru_cache(_OPEN_SHARDS)(self._open_shard)
         self.lengths: list[int] = []
+        self.prompts: list[str] = []
         self._places: list[tuple[str, int, int]] = []  # shard, first token, prompt length
         for name in names:
             shard = self._open(name)
@@ -189,6 +192,11 @@ class ShardedStates:
             starts = np.cumsum([0, *lengths]).tolist()
             self._places += zip([name] * len(lengths), starts[:-1], prompts, strict=True)
             self.lengths += lengths
+            ids = shard.get_tensor("ids").numpy()
+            self.prompts += [
+                _prompt_key(ids[start : start + length])
+                for start, length in zip(starts[:-1], prompts, strict=True)
+            ]
 
     def _open_shard(self, name: str) -> Any:
         return safe_open(self.folder / name, framework="pt")
@@ -252,6 +260,7 @@ class StreamedStates:
         self.top_k = top_k
         self.taps = tuple(range(self._target.architecture.num_layers + 1))
         self.lengths = [_length(a) for a in self.answers]
+        self.prompts = [_prompt_key(np.array(a.prompt_ids)) for a in self.answers]
         base = BaseModel.of(model)
         self.token_counts = _counts(self.answers, base.shape["vocab_size"])
         self.identity = _name(self.answers, [base.shape, base.embedding, top_k])
@@ -264,6 +273,10 @@ class StreamedStates:
 
 def _length(answer: Answer) -> int:
     return len(answer.prompt_ids) + len(answer.response_ids)
+
+
+def _prompt_key(ids: np.ndarray) -> str:
+    return hashlib.sha256(ids.astype(np.int32).tobytes()).hexdigest()[:16]
 
 
 def _counts(answers: Sequence[Answer], vocab_size: int) -> Tensor:

@@ -118,7 +118,7 @@ class _Run:
             )
         self.optimizer = Optimizer(self.network, config)
         self.rows, self.held = split(
-            len(states.lengths), config.held_out, config.max_held_out, config.seed
+            states.prompts, config.held_out, config.max_held_out, config.seed
         )
         self.step = self.tokens = self.epoch = self.position = self.skipped = 0
         self.best = -math.inf

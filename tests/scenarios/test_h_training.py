@@ -15,6 +15,7 @@ import selfspec
 from selfspec.target import Target
 from selfspec.training import Answer, ShardedStates, StreamedStates, train, write_states
 from selfspec.training.batches import Batch
+from selfspec.training.estimate import estimate
 from selfspec.training.initial import Network, initial_network
 from selfspec.training.objectives import Objective
 from tests.training.learnable import LAYERS, TAPS, answers, config, target
@@ -167,6 +168,16 @@ def test_h9_batches_that_are_no_good_are_skipped_and_counted(
     steps = [row for row in rows if "loss" in row]
     assert [row["skipped"] for row in steps] == [row["step"] // 3 for row in steps]
     assert steps[-1]["loss"][0] < steps[0]["loss"][0]
+
+
+def test_h9_held_out_batches_that_are_no_good_do_not_count() -> None:
+    """Nor do they end a run when its estimate is written down."""
+    objective, _ = made("exit", torch.float32)
+    states = StreamedStates(target(), answers())
+    whole = [states.read([row], objective.taps) for row in range(6)]
+    spoilt = [*whole[:3], *map(overflowed, whole[3:])]
+    assert estimate(objective, spoilt) == estimate(objective, whole[:3])
+    assert estimate(objective, spoilt).positions > 0
 
 
 def first_feature(model: Any, ids: torch.Tensor, taps: tuple[int, ...]) -> list[torch.Tensor]:

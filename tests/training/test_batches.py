@@ -40,16 +40,39 @@ def test_order_follows_from_seed_and_pass() -> None:
     assert longest != sorted(longest)
 
 
+KEYS = [f"prompt {i}" for i in range(400)]
+
+
 def test_split() -> None:
-    rows, held = split(100, 0.1, 1000, seed=0)
-    assert len(held) == 10
-    assert sorted(rows + held) == list(range(100))
-    assert split(100, 0.1, 1000, seed=0) == (rows, held)
-    assert split(100, 0.1, 1000, seed=1)[1] != held
-    assert len(split(100, 0.1, 4, seed=0)[1]) == 4
-    assert [len(part) for part in split(2, 0.9, 9, seed=0)] == [1, 1]
-    with pytest.raises(ValueError, match="1 sequences are too few"):
-        split(1, 0.1, 4, seed=0)
+    rows, held = split(KEYS, 0.1, 1000, seed=0)
+    assert 25 < len(held) < 60
+    assert sorted(rows + held) == list(range(len(KEYS)))
+    assert split(KEYS, 0.1, 1000, seed=0) == (rows, held)
+    assert split(KEYS, 0.1, 1000, seed=1)[1] != held
+    assert len(split(KEYS, 0.1, 4, seed=0)[1]) == 4
+    for share in (0.001, 0.9):
+        assert [len(part) for part in split(KEYS[:2], share, 9, seed=0)] == [1, 1]
+    with pytest.raises(ValueError, match="1 different prompts are too few"):
+        split(["one", "one"], 0.1, 4, seed=0)
+
+
+def test_answers_to_one_prompt_stay_together() -> None:
+    keys = [key for key in KEYS for _ in range(3)]
+    rows, held = split(keys, 0.1, 1000, seed=0)
+    assert len(held) == 3 * len(split(KEYS, 0.1, 1000, seed=0)[1])
+    assert not {keys[row] for row in rows} & {keys[row] for row in held}
+    # Most answers are to one prompt: something is trained on, something is held out.
+    rows, held = split(["a"] * 9 + ["b"], 0.5, 9, seed=0)
+    assert {len(rows), len(held)} == {1, 9}
+
+
+@pytest.mark.parametrize("most", [6, 1000])
+def test_what_was_trained_on_is_not_held_out_when_there_is_more(most: int) -> None:
+    few = KEYS[:100]
+    trained = {few[row] for row in split(few, 0.1, most, seed=0)[0]}
+    held = {KEYS[row] for row in split(KEYS, 0.1, most, seed=0)[1]}
+    assert held - set(few)
+    assert not trained & held
 
 
 def test_the_next_batch_is_read_in_another_thread() -> None:

@@ -37,6 +37,7 @@ def test_states_and_distributions_are_the_target_s(tmp_path: Path) -> None:
     for answer in answers()[::7]:
         row = row_of(answer, found)
         batch = found.read([row], (4, 1))
+        assert found.prompts[row] == StreamedStates(model, [answer]).prompts[0]
         with torch.no_grad():
             truth = model(batch.ids, output_hidden_states=True)
         # transformers applies the final norm to the last of these; the tap is before it.
@@ -65,6 +66,8 @@ def test_batches_are_padded_with_nothing(tmp_path: Path) -> None:
 def test_streamed_states_are_those_on_disk(tmp_path: Path) -> None:
     disk, streamed = write(tmp_path), StreamedStates(target(), answers(), top_k=5)
     assert torch.equal(disk.token_counts, streamed.token_counts)
+    assert sorted(disk.prompts) == sorted(streamed.prompts)
+    assert len(set(streamed.prompts)) == len({tuple(a.prompt_ids) for a in answers()})
     wanted = answers()[5:9]
     one = streamed.read([5, 6, 7, 8], (1, 4))
     other = disk.read([row_of(a, disk) for a in wanted], (1, 4))

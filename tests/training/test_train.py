@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A pass has about four steps: kills are in the middle of the first and of later ones.
-    chosen = config(**changes, total_tokens=2600, evaluate_every=8, checkpoint_seconds=6)
+    chosen = config(**changes, total_tokens=3200, evaluate_every=8, checkpoint_seconds=6)
     whole = train(chosen, target(), data, tmp_path / "whole")
     with monkeypatch.context() as patch:
         stop_after(steps, patch)
