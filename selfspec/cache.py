@@ -55,6 +55,7 @@ class TreeCache(Cache):
         self.batch = batch
         self.lengths = [0] * batch
         self.pads = [0] * batch
+        self._ended = [False] * batch
         self.window: tuple[int, int, Tensor | None] | None = None
         self.rows = torch.arange(batch, device="cpu")[:, None]
         super().__init__(layers=[TreeLayer(self) for _ in range(num_layers)])
@@ -83,11 +84,19 @@ class TreeCache(Cache):
         return lengths, last
 
     def last_positions(self) -> list[int]:
-        """See `placement`; a root stays where it is, and fails there if it fails in plain."""
-        return [
-            max(min(self.longest - pad, self.positions) - 1, length)
-            for pad, length in zip(self.pads, self.lengths, strict=True)
-        ]
+        """See `placement`; a root stays where it is, and fails there if it fails in plain.
+
+        But for the root of a row that has ended, which plain decoding never reads.
+        """
+        last = []
+        for pad, length, ended in zip(self.pads, self.lengths, self._ended, strict=True):
+            drafts = min(self.longest - pad, self.positions) - 1
+            last.append(drafts if ended else max(drafts, length))
+        return last
+
+    def mark_ended(self, rows: list[bool]) -> None:
+        """Say which rows take no more tokens."""
+        self._ended = rows
 
     @property
     def filled_layers(self) -> list[TreeLayer]:

@@ -63,6 +63,7 @@ class FixedCache(TreeCache):
         """
         self.longest = longest
         self.window = None
+        self._ended = [False] * self.batch
         if self._mixed:  # for a user's cache; the next request is of the model's dtype again
             for layer in self.filled_layers:
                 layer.release()
@@ -119,6 +120,12 @@ class FixedCache(TreeCache):
         """Keep the root and the accepted nodes of every row; see `TreeCache.commit`."""
         super().commit(path, counts, moved)
         self._tell()
+
+    def mark_ended(self, rows: list[bool]) -> None:
+        """See `TreeCache.mark_ended`."""
+        if rows != self._ended:
+            super().mark_ended(rows)
+            self._tell()
 
     def _tell(self) -> None:
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device="cpu")

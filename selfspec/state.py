@@ -55,7 +55,7 @@ class Acceptance:
 
 
 class DecodeState:
-    """The sequences being decoded. Only `commit` changes it; drafters read.
+    """The sequences being decoded. Only `commit` and `freeze` change it; drafters read.
 
     Attributes:
         target: The model, for drafters that run parts of it.
@@ -100,6 +100,11 @@ class DecodeState:
     def done(self) -> bool:
         """Whether every row has ended."""
         return all(self.frozen)
+
+    def freeze(self, frozen: list[bool]) -> None:
+        """Say which rows take no more tokens."""
+        self.frozen = frozen
+        self.cache.mark_ended(frozen)
 
     def tokens(self, b: int) -> np.ndarray:
         """Row b without its padding, int64 [T]; a view, do not keep it across steps."""

@@ -175,15 +175,13 @@ class StopRules:
             if limit is not None and longest > limit:
                 criterion(torch.empty(1, limit + 1, device="meta"), None)
         ends = [end for end in self.stopped_at if end is not None]
+        frozen = state.frozen
         if self.pads_finished_rows:
-            state.frozen = [end is not None for end in self.stopped_at]
+            frozen = [end is not None for end in self.stopped_at]
         elif len(ends) == state.batch:
             self.last_length = max(ends)
-            state.frozen = [length >= self.last_length for length in state.length]
-        state.frozen = [
-            frozen or length >= state.limit
-            for frozen, length in zip(state.frozen, state.length, strict=True)
-        ]
+            frozen = [length >= self.last_length for length in state.length]
+        state.freeze([a or b >= state.limit for a, b in zip(frozen, state.length, strict=True)])
 
     def final_length(self, state: DecodeState) -> int:
         """Length of the returned sequences."""

@@ -310,7 +310,12 @@ def test_d6_acceptance_does_not_decay(model: Any, drafter: Any, batch: int, grap
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_d7_up_to_the_last_learned_position(batch: int, graphs: bool) -> None:
+@pytest.mark.parametrize("length", [32, 33])
+def test_d7_up_to_the_last_learned_position(length: int, batch: int, graphs: bool) -> None:
+    """And one token more: the last one is never read.
+
+    Rows do not come there together, and those that are there wait for the others.
+    """
     config = GPT2Config(
         n_positions=32,
         n_embd=64,
@@ -325,13 +330,17 @@ def test_d7_up_to_the_last_learned_position(batch: int, graphs: bool) -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config).eval()
     prompt = tiny.prompts(batch)
-    plain = model.generate(**prompt, max_length=32)
-    assert plain.shape[1] == 32
+    plain = model.generate(**prompt, max_length=length)
+    assert plain.shape[1] == length
     for drafter in (
         OracleDrafter(plain, 8, wrong_at=(0, 2, 7)),
         selfspec.EarlyExitDrafter(4, 8, 0.0),
         selfspec.LayerSkipDrafter([2], 6, 0.0),
     ):
         spec = selfspec.wrap(model, drafter=drafter, cuda_graphs=graphs)
-        assert spec.generate(**prompt, max_length=32).equal(plain)
+        assert spec.generate(**prompt, max_length=length).equal(plain)
         assert spec.stats.accepted > 0 or isinstance(drafter, selfspec.LayerSkipDrafter)
+    with pytest.raises(IndexError):
+        model.generate(**prompt, max_length=34)
+    with pytest.raises(IndexError):
+        spec.generate(**prompt, max_length=34)
