@@ -59,6 +59,7 @@ class Architecture:
         borrowers: Layers without keys and values of their own: they read those of earlier layers.
         padding_fault: Why padded batches are not for us; empty if they are.
         layers_fault: Why no layer can be left out; empty if layers can.
+        states_fault: Why nothing can be trained on the states between layers; empty if it can.
         position_limit: Positions that drafts may have: those of the table, which may be learned.
             Where they are computed from frequencies there is no end to them.
         overrides: What has been put over modules and methods (hooks, a `forward`), to be compared.
@@ -84,6 +85,7 @@ class Architecture:
     resumable: bool = True
     borrowers: frozenset[int] = frozenset()
     layers_fault: str = ""
+    states_fault: str = ""
     told_positions: bool = True
     padding_fault: str = ""
     position_limit: int = 1 << 30

@@ -83,6 +83,10 @@ class Facade:
         self.model.to(*args, **kwargs)
         return self
 
+    def compute_transition_scores(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, of what `generate` returned."""
+        return self._decoder_model.compute_transition_scores(*args, **kwargs)
+
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save the model."""
         return self.model.save_pretrained(*args, **kwargs)

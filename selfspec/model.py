@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from selfspec.decode import Decoder
 from selfspec.detours import option_of_call
 from selfspec.double import Call, adapter_obstacle, check_model, doubled
 from selfspec.drafters import CombinedDrafter, Drafter
-from selfspec.drafters.named import label, resolve, takes_drafts
+from selfspec.drafters.named import kinds_taken, label, resolve
 from selfspec.facade import Facade
 from selfspec.generation_options import other_loop
 from selfspec.metrics import SpecStats
@@ -31,8 +32,6 @@ from selfspec.stream import stream_steps
 from selfspec.target import Target
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from torch import nn
     from transformers import (
         GenerationConfig,
@@ -52,6 +51,8 @@ def wrap(
     model: PreTrainedModel,
     drafter: str | Drafter | Sequence[str | Drafter] = "auto",
     drafts: str | PathLike[str] | Mapping[str, nn.Module] | None = None,
+    *,
+    strict_base: bool = True,
     **config: Any,
 ) -> SpeculativeModel:
     """Give `model` a `generate` that speculates. The model itself is not changed.
@@ -65,6 +66,9 @@ def wrap(
         drafts: Where trained drafts are: a folder, a repository on the Hugging Face Hub, or
             networks by kind ("feature", "heads", "exit"). None: in the folder `drafts` beside the
             model's weights, if it was loaded from a folder that has one.
+        strict_base: Whether drafts that were made for another model are refused. False lets those
+            of a model of the same sizes through, with a warning: a fine-tune's text stays its own,
+            less of it is drafted right.
         **config: See `SpecConfig`.
 
     Returns:
@@ -72,17 +76,19 @@ def wrap(
         `model.generate`.
 
     Raises:
-        TypeError: If `model` is no transformers model that generates, or `drafter` is no drafter.
+        TypeError: If `model` is no transformers model that generates, `drafter` is no drafter, or
+            `drafts` is nothing of the above.
         ValueError: If the model cannot be verified in blocks (recurrent state, encoder-decoder), an
-            option is unknown or out of range, or drafts are missing, broken or made for another
-            model.
+            option is unknown or out of range, or drafts are missing, broken, made for another
+            model or of a kind that `drafter` does not use.
 
     Example:
         >>> spec = selfspec.wrap(model)
         >>> out = spec.generate(**inputs, max_new_tokens=256)
         >>> print(spec.stats)
     """
-    return SpeculativeModel(model, drafter, SpecConfig.from_dict(config), drafts)
+    options = SpecConfig.from_dict(config)
+    return SpeculativeModel(model, drafter, options, drafts, strict_base)
 
 
 class SpeculativeModel(Facade):
@@ -105,6 +111,7 @@ class SpeculativeModel(Facade):
         drafter: str | Drafter | Sequence[str | Drafter],
         options: SpecConfig,
         drafts: str | PathLike[str] | Mapping[str, nn.Module] | None = None,
+        strict_base: bool = True,
     ) -> None:
         if isinstance(model, SpeculativeModel):
             raise TypeError("model is wrapped already; pass wrapper.model to wrap it anew.")
@@ -114,7 +121,7 @@ class SpeculativeModel(Facade):
         self.enabled = True
         self.stats = SpecStats()
         self._drafter_argument = drafter
-        self._drafts = self._find(drafts)
+        self._drafts = self._find(drafts, strict_base)
         self._drafter, switch = resolve(drafter, self._drafts)
         self._off_switch = switch if options.off_switch is None else options.off_switch
         self._costs = StepCosts()
@@ -131,21 +138,32 @@ class SpeculativeModel(Facade):
         self._warn_of_compiled_code()
 
     def _find(
-        self, drafts: str | PathLike[str] | Mapping[str, nn.Module] | None
+        self, drafts: str | PathLike[str] | Mapping[str, nn.Module] | None, strict_base: bool
     ) -> Mapping[Any, nn.Module]:
         """Trained networks by kind, as far as they are wanted."""
-        if not takes_drafts(self._drafter_argument):
-            if drafts is not None:
-                raise ValueError(
-                    f"drafts={drafts!r} has no use with drafter={self._drafter_argument!r}: choose "
-                    '"auto", "feature", "heads" or "early-exit".'
-                )
-            return {}
+        taken = kinds_taken(self._drafter_argument)
+        if not isinstance(drafts, str | PathLike | Mapping | None) or drafts == "":
+            raise TypeError(
+                f"drafts={drafts!r} must be a folder, a repository, or networks by kind "
+                '("feature", "heads", "exit"); a drafter is passed as drafter=.'
+            )
+        found: Mapping[Any, nn.Module] = {}
         if isinstance(drafts, Mapping):
-            return drafts
-        from selfspec.checkpoints import find_drafts  # costs time only where it is needed
+            found = drafts
+        elif taken:
+            from selfspec.checkpoints import find_drafts  # costs time only where it is needed
 
-        return find_drafts(self._decoder_model, drafts)
+            found = find_drafts(self._decoder_model, drafts, strict_base)
+        used = {kind: found[kind] for kind in found if kind in taken}
+        if drafts is not None and not used:
+            what = "" if isinstance(drafts, Mapping) else f"={str(drafts)!r}"
+            kinds = f" (of kind {', '.join(map(str, found))})" if found else ""
+            raise ValueError(
+                f"drafts{what}{kinds} has no use with drafter={self._drafter_argument!r}: "
+                '"feature", "heads" and "early-exit" use drafts of kind feature, heads and exit, '
+                '"auto" uses feature or heads.'
+            )
+        return used
 
     def _warn_of_compiled_code(self) -> None:
         warning = f"{type(self._decoder_model).__name__} is compiled; requests run it uncompiled"
@@ -258,8 +276,9 @@ class SpeculativeModel(Facade):
         drafter = label(self._drafter_argument, self._drafter)
         lossy = " · LOSSY when sampling" if self.options.acceptance == "lossy-typical" else ""
         switch = "off switch on" if self._off_switch else "off switch off"
+        enabled = "" if self.enabled else "NOT ENABLED · "
         return (
-            f"selfspec: {type(self.model).__name__} · drafts: {drafter}, up to "
+            f"selfspec: {enabled}{type(self.model).__name__} · drafts: {drafter}, up to "
             f"{self.options.max_draft_tokens} tokens, {switch} · verifies {kind}{why}{lossy}"
         )
 

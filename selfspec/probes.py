@@ -335,6 +335,9 @@ def _measure_layers(target: Target, settled: Architecture) -> Architecture:
             target.run(chain, chain.width, cache, skip)
             rest = LayerPlan(last=last, taps=frozenset({last}))
             target.run(chain, chain.width, cache, rest, with_logits=False)
+            if (dimensions := rest.captured[last].dim()) != 3:
+                fault = f"they have {dimensions} dimensions, not 3"
+                settled = replace(settled, states_fault=fault)
         except Exception as exception:
             logger.debug("leaving layers out", exc_info=True)
             fault = f"a call without some of its layers raised {type(exception).__name__}"

@@ -66,9 +66,16 @@ def test_auto_copies_and_drafts_with_the_best_there_is() -> None:
     assert "off switch on" in repr(spec)
     del drafts["feature"]
     assert "ngram + HeadsDrafter" in repr(selfspec.wrap(model, drafts=drafts))
-    # The exit alone takes longer than a copy is worth.
-    del drafts["heads"]
-    assert "drafts: ngram (auto" in repr(selfspec.wrap(model, drafts=drafts))
+
+
+def test_an_exit_beside_the_model_takes_longer_than_a_copy_is_worth(tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder_of(tmp_path, ("exit",)))
+    assert "drafts: ngram (auto" in repr(selfspec.wrap(model))
+    # Who names it is told so.
+    with pytest.raises(ValueError, match=r"of kind exit.*has no use with drafter='auto'"):
+        selfspec.wrap(model, drafts=tmp_path / "drafts")
+    assert "early-exit (trained)" in repr(selfspec.wrap(model, "early-exit"))
+    assert "early-exit," in repr(selfspec.wrap(tiny.build("llama"), "early-exit"))
 
 
 def test_drafts_beside_the_model_are_found(
@@ -97,13 +104,31 @@ def test_drafts_of_another_model_are_refused(tmp_path: Path) -> None:
     other = tiny.llama(initializer_range=0.2)
     with pytest.raises(ValueError, match="base"):
         selfspec.wrap(other, drafts=drafts)
+    spec = selfspec.wrap(other, drafts=drafts, strict_base=False)
+    assert "ngram + FeatureDrafter" in repr(spec)
+    prompt = tiny.prompts(1)
+    plain = other.generate(**prompt, **GREEDY).tolist()
+    for same in (spec, copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+        assert same.generate(**prompt, **GREEDY).tolist() == plain
+
+
+def test_models_whose_states_are_no_vectors_are_refused() -> None:
+    model = tiny.build("gemma3n_text")
+    assert selfspec.wrap(model)._target.architecture.support == "tree"
+    for kind, name in (("feature", "feature"), ("exit", "early-exit")):
+        with pytest.raises(ValueError, match="they have 4 dimensions, not 3"):
+            selfspec.wrap(model, name, drafts={kind: networks()[kind]})
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"drafter": "feature"}, "needs a trained draft, and none lie beside the model"),
-        ({"drafter": "heads", "drafts": {"exit": None}}, "there are only exit"),
+        ({"drafter": "heads", "drafts": {"exit": None}}, "of kind exit.*drafter='heads'"),
+        ({"drafter": "early-exit", "drafts": {"heads": None}}, "of kind heads.*has no use"),
+        ({"drafter": ["ngram", "layer-skip"], "drafts": {"heads": None}}, "has no use"),
+        ({"drafter": "exit", "drafts": {"exit": None}}, "drafter='exit' is unknown"),
+        ({"drafter": "feature", "drafts": {"feature": networks()["feature"].to("meta")}}, "meta"),
         ({"drafter": "ngram", "drafts": {"exit": None}}, "has no use with drafter='ngram'"),
         ({"drafter": selfspec.NGramDrafter(), "drafts": "x/y"}, "has no use"),
         ({"drafts": "/nowhere/at/all"}, "no folder"),
@@ -111,6 +136,21 @@ def test_drafts_of_another_model_are_refused(tmp_path: Path) -> None:
 )
 def test_what_cannot_be(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        selfspec.wrap(tiny.build("llama"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"drafts": ""}, "must be a folder, a repository, or networks by kind"),
+        ({"drafts": networks()["heads"]}, "must be a folder, a repository, or networks by kind"),
+        ({"drafts": {"heads": networks()["feature"]}}, "must be a HeadsNetwork"),
+        ({"drafter": "early-exit", "drafts": {"exit": "x"}}, "must be an ExitNetwork"),
+        ({"drafter": object()}, "of type object, without hidden_taps"),
+    ],
+)
+def test_what_is_of_another_type(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         selfspec.wrap(tiny.build("llama"), **arguments)
 
 

@@ -67,13 +67,27 @@ class BaseModel:
         Raises:
             ValueError: If a field is unknown or of another type.
         """
+        if not isinstance(values, dict):
+            raise ValueError(f"{where}: base must be an object, got {values!r}.")
         unknown = sorted(set(values) - {"name", "shape", "embedding"})
-        shape = values.get("shape", {})
+        shape, embedding = values.get("shape", {}), values.get("embedding")
         if unknown or not isinstance(shape, dict):
             raise ValueError(
                 f"{where}: base has unknown fields {unknown} or a shape that is no object."
             )
-        return cls(str(values.get("name", "")), dict(shape), values.get("embedding"))
+        for name, value in shape.items():
+            wanted = str if name == "model_type" else int
+            if not isinstance(value, wanted):
+                raise ValueError(f"{where}: base.shape.{name} must be {wanted}, got {value!r}.")
+        if not isinstance(embedding, str | None):
+            raise ValueError(f"{where}: base.embedding must be a string, got {embedding!r}.")
+        try:
+            _decoded(embedding or "")
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: base.embedding is no base64 of 16-bit numbers: {error}."
+            ) from error
+        return cls(str(values.get("name", "")), dict(shape), embedding)
 
     def differences(self, other: BaseModel) -> list[str]:
         """What is known of both and not the same, in words; empty if nothing is."""
@@ -115,10 +129,7 @@ def sample(weight: Any, vocab_size: int | None = None) -> str | None:
 
 
 def _decoded(text: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-    try:
-        bits = np.frombuffer(base64.b64decode(text, validate=True), "<i2")
-    except ValueError as error:
-        raise ValueError(f"base.embedding is no base64 of 16-bit numbers: {error}.") from error
+    bits = np.frombuffer(base64.b64decode(text, validate=True), "<i2")
     values = torch.from_numpy(bits.astype(np.int16)).view(torch.bfloat16)
     return values.double().numpy()
 

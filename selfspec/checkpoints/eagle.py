@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from selfspec.checkpoints.base_model import BaseModel, check_base, head_rows, sample
-from selfspec.checkpoints.folder import CONFIG, WEIGHTS, Card, card_of, check_vocabulary, with_card
+from selfspec.checkpoints.folder import (
+    CONFIG,
+    WEIGHTS,
+    Card,
+    card_of,
+    check_kind,
+    check_vocabulary,
+    with_card,
+)
 from selfspec.checkpoints.tensors import fill, write_folder
 from selfspec.networks.feature import FeatureConfig, FeatureNetwork
 
@@ -262,8 +270,10 @@ def served(
         layer: What the decoder layer is called.
 
     Raises:
+        TypeError: If it is another network.
         ValueError: If no engine serves such a network, or `model` is not its base.
     """
+    check_kind(network, "feature", "the layout")
     c = network.config
     if c.layout != "eagle3":
         raise ValueError(f"network has layout={c.layout!r}; only 'eagle3' can be exported.")
@@ -346,6 +356,7 @@ def export_eagle3(
         The folder.
 
     Raises:
+        TypeError: If it is another network.
         ValueError: If no engine serves such a network, or `model` is not its base.
     """
     tensors, config = served(network, model, "midlayer")

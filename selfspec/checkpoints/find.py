@@ -82,20 +82,12 @@ def load_all(
         Networks by kind.
     """
     folder = _local(source)
-    places = [folder] if (folder / CONFIG).is_file() else [folder / kind for kind in KINDS]
     found: dict[Kind, nn.Module] = {}
-    for place in places:
-        if not (place / CONFIG).is_file():
-            continue
-        network = _read(place, model)
+    for place in _places(folder):
+        network = _one(place, model, strict_base)
         kind = kind_of(network)
         if place != folder and place.name != kind:
             raise ValueError(f"{place} holds a draft of kind {kind!r}: rename the folder.")
-        card = card_of(network)
-        if card is not None:
-            with_card(network, replace(card, strict_base=strict_base))
-        if model is not None:
-            check_network(network, model)
         found[kind] = network
     if not found:
         looked = ", ".join(str(Path(p.name, CONFIG)) for p in (folder / k for k in KINDS))
@@ -129,11 +121,14 @@ def find_drafts(
     beside = Path(home) / BESIDE
     if not home or not beside.is_dir():
         return {}
-    try:
-        return load_all(beside, model=model, strict_base=strict_base)
-    except ValueError as error:
-        logger.warning("the drafts beside the model are not used: %s", error)
-        return {}
+    found: dict[Kind, nn.Module] = {}
+    # One by one: what is wrong with one draft says nothing of the others.
+    for place in _places(beside):
+        try:
+            found |= load_all(place, model=model, strict_base=strict_base)
+        except ValueError as error:
+            logger.warning("a draft beside the model is not used: %s", error)
+    return found
 
 
 def check_network(network: nn.Module, model: PreTrainedModel) -> None:
@@ -153,6 +148,29 @@ def check_network(network: nn.Module, model: PreTrainedModel) -> None:
             f"the draft reads layer {last}, and the model has {layers}: load one that was made for "
             "this model."
         )
+
+
+def _places(folder: Path) -> list[Path]:
+    """Where a draft lies: the folder itself, or those of its subfolders that are named by kind."""
+    places = [folder] if (folder / CONFIG).is_file() else [folder / kind for kind in KINDS]
+    return [place for place in places if (place / CONFIG).is_file()]
+
+
+def _one(folder: Path, model: PreTrainedModel | None, strict_base: bool) -> nn.Module:
+    try:
+        network = _read(folder, model)
+    except (TypeError, AttributeError, KeyError, IndexError, OSError) as error:
+        # A field of another type, at any depth; or a file that is none.
+        raise ValueError(
+            f"{folder} cannot be read as a draft ({type(error).__name__}: {error}): fetch or save "
+            "it again."
+        ) from error
+    card = card_of(network)
+    if card is not None:
+        with_card(network, replace(card, strict_base=strict_base))
+    if model is not None:
+        check_network(network, model)
+    return network
 
 
 def _layers(model: PreTrainedModel) -> int:

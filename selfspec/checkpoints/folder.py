@@ -95,6 +95,25 @@ def kind_of(network: nn.Module) -> Kind:
     raise TypeError(f"network is a {type(network).__name__}, which has no format: pass a {known}.")
 
 
+def check_kind(network: object, kind: Kind, what: str) -> None:
+    """Refuse a network of another kind.
+
+    Args:
+        network: As it was passed.
+        kind: What it must be.
+        what: Who asks, for the message.
+
+    Raises:
+        TypeError: If it is another.
+    """
+    wanted = _CLASSES[kind][1]
+    if not isinstance(network, wanted):
+        raise TypeError(
+            f"{what} takes a {wanted.__name__}, got a {type(network).__name__}; of a drafter, pass "
+            "its `network`."
+        )
+
+
 def save(
     network: nn.Module,
     folder: str | PathLike[str],
@@ -195,6 +214,9 @@ def read_own(folder: Path, values: Mapping[str, Any]) -> nn.Module:
             f"{where}: taps.layers is {taps['layers']}, and the network reads "
             f"{_taps(kind, config, base)}. One of them was changed by hand."
         )
+    for name in ("training", "evaluation"):
+        if not isinstance(values.get(name), dict | None):
+            raise ValueError(f"{where}: {name} must be an object, got {values[name]!r}.")
     weights = folder / WEIGHTS
     digest = read_header(weights).get("network")
     if digest not in (None, _digest(values["network"])):

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from selfspec.checkpoints.base_model import BaseModel, check_base, head_rows
-from selfspec.checkpoints.folder import CONFIG, WEIGHTS, Card, card_of, check_vocabulary, with_card
+from selfspec.checkpoints.folder import (
+    CONFIG,
+    WEIGHTS,
+    Card,
+    card_of,
+    check_kind,
+    check_vocabulary,
+    with_card,
+)
 from selfspec.checkpoints.tensors import SAFE, fill, write_folder
 from selfspec.networks.heads import HeadsConfig, HeadsNetwork
 
@@ -158,8 +166,10 @@ def export_medusa(
         The folder.
 
     Raises:
+        TypeError: If it is another network.
         ValueError: If the layout has no such network, or `model` is not its base.
     """
+    check_kind(network, "heads", "the layout")
     c = network.config
     if layout not in ("vllm", "medusa"):
         raise ValueError(f"layout={layout!r} must be 'vllm' or 'medusa'.")

@@ -80,8 +80,12 @@ def export_speculators(
         The folder.
 
     Raises:
-        ValueError: If no engine serves such a network, or `model` is not its base.
+        TypeError: If it is another network.
+        ValueError: If no engine serves such a network, `model` is not its base, or
+            `num_draft_tokens` is no number of tokens.
     """
+    if type(num_draft_tokens) is not int or num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens={num_draft_tokens!r} must be an int of at least 1.")
     tensors, config = served(network, model, "layers.0")
     c = network.config
     # The package takes embeddings that are missing for loaded ones.

@@ -17,12 +17,12 @@ from selfspec.drafters.exit_readout import ExitReadout
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
 from selfspec.drafters.trained import FittedNetwork
+from selfspec.networks.exit import ExitNetwork
 from selfspec.patch import LayerPlan
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
     from selfspec.checkpoints.folder import Kind
-    from selfspec.networks.exit import ExitNetwork
     from selfspec.state import Acceptance, DecodeState, TargetOutput
     from selfspec.tree import TokenTree
 
@@ -73,6 +73,10 @@ class EarlyExitDrafter(Pretrained):
         if exit_layer is not None:
             check_int("exit_layer", exit_layer, 1)
         if network is not None:
+            if not isinstance(network, ExitNetwork):
+                raise TypeError(
+                    f"network is a {type(network).__name__}; it must be an ExitNetwork."
+                )
             trained = network.config.exit_layer
             if exit_layer not in (None, trained):
                 raise ValueError(

@@ -24,15 +24,25 @@ _BY_NAME: dict[str, Callable[..., Drafter]] = {
 }
 _KINDS = {"heads": "heads", "feature": "feature", "early-exit": "exit"}
 _NEEDED = {"heads", "feature"}
+_AUTO = ("feature", "heads")  # kinds, the best first
 
 Drafts = Mapping[str, Any]
 
 
-def takes_drafts(drafter: object) -> bool:
-    """Whether any of the names that a user passes as `drafter` stands for a trained draft."""
+def kinds_taken(drafter: object) -> list[str]:
+    """Kinds of trained drafts that the names which a user passes as `drafter` can stand for.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
     if isinstance(drafter, str):
-        return drafter == "auto" or drafter in _KINDS
-    return isinstance(drafter, Sequence) and any(takes_drafts(part) for part in drafter)
+        if drafter == "auto":
+            return list(_AUTO)
+        _check_name(drafter)
+        return [_KINDS[drafter]] if drafter in _KINDS else []
+    if isinstance(drafter, Sequence):
+        return [kind for part in drafter for kind in kinds_taken(part)]
+    return []
 
 
 def resolve(
@@ -64,7 +74,7 @@ def resolve(
         what = (
             "a class; pass an instance"
             if isinstance(drafter, type)
-            else (f"a {type(drafter).__name__} without {', '.join(missing)}")
+            else (f"of type {type(drafter).__name__}, without {', '.join(missing)}")
         )
         raise TypeError(
             f'drafter is {what}. Pass a name ("auto", "none", ...), a drafter or a list of them.'
@@ -74,16 +84,21 @@ def resolve(
 
 def _best_of(drafts: Drafts) -> Drafter:
     """Copies of the text, and the best of the trained drafts beside them."""
-    for name in ("feature", "heads"):
+    for name in _AUTO:
         if name in drafts:
             return CombinedDrafter([NGramDrafter(), _named(name, drafts)])
     return NGramDrafter()
 
 
+def _check_name(name: str) -> None:
+    known = ("auto", *_BY_NAME, "none")
+    if name not in known:
+        listed = ", ".join(map(repr, known))
+        raise ValueError(f"drafter={name!r} is unknown; choose one of {listed}, or pass a drafter.")
+
+
 def _named(name: str, drafts: Drafts) -> Drafter:
-    if name not in _BY_NAME:
-        known = ", ".join(repr(k) for k in ("auto", *_BY_NAME, "none"))
-        raise ValueError(f"drafter={name!r} is unknown; choose one of {known}, or pass a drafter.")
+    _check_name(name)
     network = drafts.get(_KINDS.get(name, ""))
     if network is not None:
         return _BY_NAME[name](network=network)
@@ -100,7 +115,8 @@ def label(argument: object, drafter: Drafter) -> str:
     """How a wrapper names its drafter."""
     if isinstance(argument, str):
         if argument != "auto":
-            return argument
+            is_trained = getattr(drafter, "network", None) is not None
+            return argument + (" (trained)" if is_trained else "")
         if isinstance(drafter, CombinedDrafter):
             return "ngram + " + label(None, drafter.drafters[1]) + " (auto: trained for the model)"
         return "ngram (auto: the one that needs no training)"

@@ -65,9 +65,18 @@ class FittedNetwork(Generic[Network]):
             embeds: Whether it reads the model's embeddings, too, of the same size.
 
         Raises:
-            ValueError: If sizes differ, the network drafts a token that the model does not have, or
-                the LM head has no rows to borrow.
+            ValueError: If sizes differ, the network drafts a token that the model does not have,
+                the LM head has no rows to borrow, or the model's states are no vectors.
         """
+        if any(tensor.is_meta for tensor in self.network.parameters()):
+            raise ValueError(
+                "the draft's network has no weights, they are on the meta device: load them."
+            )
+        if architecture.states_fault:
+            raise ValueError(
+                "trained drafts read the states between the model's layers, and "
+                f"{architecture.states_fault}; use a drafter that is not trained."
+            )
         if architecture.hidden_size not in (0, hidden_size):
             raise ValueError(
                 f"the draft was made for hidden_size={hidden_size}, the model has "

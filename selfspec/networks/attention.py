@@ -24,6 +24,9 @@ class Rotary(nn.Module):
         head_dim: D.
         max_positions: Positions that the network was made for.
         parameters: As in a transformers config (`rope_type`, `rope_theta`, ...).
+
+    Raises:
+        ValueError: If transformers knows no such parameters.
     """
 
     def __init__(
@@ -34,14 +37,21 @@ class Rotary(nn.Module):
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-        config = LlamaConfig(
-            hidden_size=num_heads * head_dim,
-            num_attention_heads=num_heads,
-            head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rope_parameters=dict(parameters),
-        )
-        self.embedding = LlamaRotaryEmbedding(config)
+        try:
+            config = LlamaConfig(
+                hidden_size=num_heads * head_dim,
+                num_attention_heads=num_heads,
+                head_dim=head_dim,
+                max_position_embeddings=max_positions,
+                rope_parameters=dict(parameters),
+            )
+            self.embedding = LlamaRotaryEmbedding(config)
+        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"rope={parameters} is not what transformers makes angles of "
+                f"({type(error).__name__}: {error}): give a rope_type that it knows, and what that "
+                "needs."
+            ) from error
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
         # In two bytes the frequencies would turn far positions by whole radians.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from selfspec.networks.attention import Angles, Attend, AttentionLayer
 from selfspec.networks.blocks import GatedMLP, RMSNorm
+from selfspec.networks.sizes import check_attention, check_counts
 from selfspec.networks.vocabulary import DraftHead
 
 
@@ -58,18 +59,10 @@ class ExitConfig:
         Raises:
             ValueError: If they do not.
         """
-        if self.exit_layer < 1:
-            raise ValueError(f"exit_layer={self.exit_layer} must be at least 1.")
-        if self.num_heads and (
-            self.head_dim < 1
-            or self.num_key_value_heads < 1
-            or self.num_heads % self.num_key_value_heads
-        ):
-            raise ValueError(
-                f"num_heads={self.num_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}, and head_dim={self.head_dim} at "
-                "least 1."
-            )
+        sizes = ("hidden_size", "vocab_size", "exit_layer", "intermediate_size")
+        check_counts(self, draft_vocab_size=1, **dict.fromkeys(sizes, 1))
+        if self.num_heads:
+            check_attention(self)
 
 
 class ExitNetwork(AttentionLayer):

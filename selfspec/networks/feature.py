@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from selfspec.networks.attention import Angles, Attend, AttentionLayer
 from selfspec.networks.blocks import GatedMLP, RMSNorm
+from selfspec.networks.sizes import check_attention, check_counts, check_layers
 from selfspec.networks.vocabulary import DraftHead
 
 
@@ -77,11 +78,10 @@ class FeatureConfig:
             ValueError: If they do not.
         """
         object.__setattr__(self, "taps", tuple(self.taps))
-        if self.num_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must be a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}."
-            )
+        sizes = ("target_hidden_size", "vocab_size", "hidden_size", "intermediate_size")
+        check_counts(self, draft_vocab_size=1, **dict.fromkeys(sizes, 1))
+        check_attention(self)
+        check_layers("taps", self.taps)
         if not self.own_head and self.hidden_size != self.target_hidden_size:
             raise ValueError(
                 f"own_head=False needs hidden_size={self.hidden_size} to be the target's, "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from selfspec.networks.blocks import ResidualBlock
+from selfspec.networks.sizes import check_counts
 from selfspec.networks.vocabulary import DraftHead
 
 _ROUNDING = 1e-3  # of sums of measured shares
@@ -53,11 +54,9 @@ class HeadsConfig:
         Raises:
             ValueError: If a size is too small, or `accuracies` is no table of probabilities.
         """
-        for name, least in (("hidden_size", 1), ("vocab_size", 1), ("num_heads", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if self.num_layers < 0:
-            raise ValueError(f"num_layers={self.num_layers} must be at least 0.")
+        check_counts(
+            self, hidden_size=1, vocab_size=1, num_heads=1, num_layers=0, draft_vocab_size=1
+        )
         if self.accuracies is not None:
             object.__setattr__(self, "accuracies", self._checked(self.accuracies))
 

@@ -42,11 +42,13 @@ def observe(target: Target, ids: Tensor, taps: Sequence[int], k: int) -> Observe
         k: K, how many tokens.
 
     Raises:
-        ValueError: If the model is in training mode, so that dropout could change the states, or
-            if there is no such layer.
+        ValueError: If the model is in training mode, so that dropout could change the states,
+            there is no such layer, or its states are no vectors.
     """
     if target.model.training:
         raise ValueError("the model is in training mode: call model.eval() first.")
+    if fault := target.architecture.states_fault:
+        raise ValueError(f"nothing can be trained on this model's states between layers: {fault}.")
     count = target.architecture.num_layers
     if wrong := [tap for tap in taps if not 0 <= tap <= count]:
         raise ValueError(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from selfspec import checkpoints
+from selfspec import FeatureDrafter, checkpoints
 from selfspec.checkpoints import BaseModel
 from tests.checkpoints.drafts import (
     IDS,
@@ -21,7 +21,9 @@ from tests.checkpoints.drafts import (
     eagle_layer,
     edit_config,
     edit_tensors,
+    exit_,
     feature,
+    heads,
     inputs,
     layer_by_hand,
     logits,
@@ -274,6 +276,17 @@ def test_networks_that_no_engine_serves(
     with pytest.raises(ValueError, match=message):
         checkpoints.export_eagle3(feature(**changes), tmp_path, model)
     assert not list(tmp_path.iterdir())
+
+
+def test_only_the_network_of_its_kind_is_written(tmp_path: Path, model: Any) -> None:
+    drafter: Any = FeatureDrafter(feature())
+    for other in (heads(), exit_(), drafter):
+        for export in (checkpoints.export_eagle3, checkpoints.export_speculators):
+            with pytest.raises(TypeError, match=r"takes a FeatureNetwork, got a .*`network`"):
+                export(other, tmp_path, model)
+    for count in (0, 1.5, "x", True):
+        with pytest.raises(ValueError, match=f"num_draft_tokens={count!r} must be an int"):
+            checkpoints.export_speculators(feature(), tmp_path, model, count)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,20 @@ def test_what_lies_beside_and_does_not_fit_is_left_out(
     tuned.model.embed_tokens.weight.data += 0.1
     with caplog.at_level(logging.WARNING, logger="selfspec"):
         assert checkpoints.find_drafts(tuned) == {}
-    assert "drafts beside the model are not used" in caplog.text
+    assert "a draft beside the model is not used" in caplog.text
     with pytest.raises(ValueError, match="strict_base=False"):  # asked for, it is an error
         checkpoints.find_drafts(tuned, drafts=tmp_path / "home/drafts")
     assert list(checkpoints.find_drafts(tuned, strict_base=False)) == ["heads"]
+
+
+def test_a_broken_draft_beside_the_model_leaves_the_others(
+    tmp_path: Path, model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_all(tmp_path / "home/drafts", model)
+    (tmp_path / "home/drafts/feature/config.json").write_text("{")
+    with caplog.at_level(logging.WARNING, logger="selfspec"):
+        assert list(checkpoints.find_drafts(model)) == ["heads", "exit"]
+    assert "feature/config.json is no JSON" in caplog.text
 
 
 def test_named_drafts_come_before_those_beside(tmp_path: Path, model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -156,4 +157,44 @@ def test_files_are_read_without_running_anything(tmp_path: Path) -> None:
         checkpoints.load(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is no JSON"):
+        checkpoints.load(tmp_path)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Of every value in a JSON object, at any depth."""
+    below = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    found = [path] if path else []
+    for key, part in below:
+        found += _places(part, (*path, key)) if isinstance(part, dict | list) else [(*path, key)]
+    return found
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_value_of_another_type_is_an_error_that_names_the_file(
+    tmp_path: Path, model: Any, kind: str
+) -> None:
+    checkpoints.save(MAKE[kind](), tmp_path, base=model, training={"steps": 3})
+    whole = (tmp_path / "config.json").read_text()
+    messages = []
+    for *path, last in _places(json.loads(whole)):
+        for other in (None, 3, -1, "x", [], [99], {}, {"x": 1}, True, 2.5):
+            values = json.loads(whole)
+            holder = values
+            for key in path:
+                holder = holder[key]
+            holder[last] = other
+            (tmp_path / "config.json").write_text(json.dumps(values))
+            try:
+                checkpoints.load(tmp_path, model=model)
+            except ValueError as error:
+                messages.append(str(error))
+    assert len(messages) > 150
+    assert [m for m in messages if str(tmp_path) not in m and "the draft" not in m] == []
+
+
+def test_a_folder_in_the_place_of_a_file(tmp_path: Path, model: Any) -> None:
+    checkpoints.save(feature(), tmp_path, base=model)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match=str(tmp_path)):
         checkpoints.load(tmp_path)

@@ -13,7 +13,18 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from selfspec import checkpoints
-from tests.checkpoints.drafts import IDS, SIZE, VOCAB, attach, heads, inputs, logits, random, write
+from tests.checkpoints.drafts import (
+    IDS,
+    SIZE,
+    VOCAB,
+    attach,
+    feature,
+    heads,
+    inputs,
+    logits,
+    random,
+    write,
+)
 from tests.families import tiny
 
 HEADS, BLOCKS = 3, 2
@@ -168,6 +179,8 @@ def test_heads_that_cannot_be_exported(tmp_path: Path, model: Any) -> None:
         checkpoints.export_medusa(heads(), tmp_path, model)
     with pytest.raises(ValueError, match="layout='onnx' must be"):
         checkpoints.export_medusa(heads(conditioned=False), tmp_path, model, "onnx")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes a HeadsNetwork, got a FeatureNetwork"):
+        checkpoints.export_medusa(feature(), tmp_path, model)  # type: ignore[arg-type]
     checkpoints.save(heads(conditioned=False), tmp_path / "own", base=model)
     network = checkpoints.load(tmp_path / "own")
     with pytest.raises(ValueError, match="num_hidden_layers is 4 for the draft and 2"):
