@@ -19,6 +19,7 @@ import torch
 
 import demo_model
 from selfspec.training import (
+    Answer,
     StreamedStates,
     TrainConfig,
     answer_prompts,
@@ -34,6 +35,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def main(arguments: list[str] | None = None) -> None:
     """Run one step, or all of them."""
     options = _parser().parse_args(arguments)
+    if options.threads is not None and options.threads < 1:
+        raise SystemExit(f"--threads {options.threads} must be at least 1.")
     if options.threads:
         torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
@@ -49,8 +52,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def answers(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     """Let the model answer the prompts."""
-    if options.prompts is None:
-        raise SystemExit("--prompts is missing: a JSONL file of prompts to answer.")
+    if options.prompts is None or not options.prompts.is_file():
+        missing = "is missing" if options.prompts is None else f"{options.prompts} does not exist"
+        raise SystemExit(f"--prompts {missing}: a JSONL file of prompts to answer.")
     added = answer_prompts(
         model,
         read_prompts(options.prompts, tokenizer),
@@ -67,7 +71,7 @@ def states(options: argparse.Namespace, model: Any) -> None:
     """Write the model's hidden states on these texts."""
     found = write_states(
         model,
-        read_answers(_answers_file(options)),
+        _answered(options),
         options.work / "states",
         options.taps or _taps(model),
         max_length=options.max_length,
@@ -81,11 +85,18 @@ def fit(options: argparse.Namespace, model: Any) -> None:
     config = TrainConfig.from_dict({"kind": options.kind, "seed": options.seed, **changes})
     data: Any = options.work / "states"
     if options.streamed:
-        found = read_answers(_answers_file(options))
+        found = _answered(options)
         data = StreamedStates(model, found, max_length=options.max_length)
     out = options.out or options.work / options.kind
     train(config, model, data, out, license=options.license, say=print)
     print(f"the best draft is in {out / 'best'}")
+
+
+def _answered(options: argparse.Namespace) -> list[Answer]:
+    path = _answers_file(options)
+    if not path.is_file():
+        raise SystemExit(f"{path} does not exist: let the model answer prompts first (answers).")
+    return read_answers(path)
 
 
 def _answers_file(options: argparse.Namespace) -> Path:

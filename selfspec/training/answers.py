@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,6 +68,7 @@ def read_prompts(path: str | os.PathLike[str], tokenizer: Any = None) -> dict[st
             if tokenizer is None:
                 raise ValueError(f"{path}, line {number}: a prompt of text needs a tokenizer.")
             row = {**row, "prompt_ids": _ids(row["prompt"], tokenizer)}
+        _check_ids(row["prompt_ids"], f"{path}, line {number},")
         if not row["prompt_ids"]:
             raise ValueError(f"{path}, line {number}: the prompt has no tokens.")
         found[name] = {k: v for k, v in row.items() if k not in ("prompt", "id")}
@@ -103,7 +105,8 @@ def answer_prompts(
         out: JSONL; every line has `id`, `temperature`, `prompt_ids`, `response_ids` (the end token
             included) and what else the prompt had.
         max_new_tokens: Of an answer.
-        temperatures: Every prompt has one of these, by its id; 0 is greedy.
+        temperatures: Every prompt has one of these, by its id; 0 is greedy. A prompt that has a
+            `temperature` itself is answered at that one.
         top_p: Nucleus of answers that are sampled.
         batch_size: Prompts at a time.
         seed: Which prompt has which temperature, and what is drawn.
@@ -112,17 +115,26 @@ def answer_prompts(
         How many answers were added.
 
     Raises:
-        ValueError: If a temperature is negative, or there is none.
+        ValueError: If a temperature is no number of at least 0, or there is none; if a size is less
+            than 1, or a prompt is no list of tokens.
     """
-    if not temperatures or min(temperatures) < 0:
-        raise ValueError(f"temperatures={tuple(temperatures)} must be numbers of at least 0.")
-    out = Path(out)
-    _drop_half_line(out)
-    done = {answer.id for answer in read_answers(out)} if out.exists() else set()
+    if not temperatures:
+        raise ValueError("temperatures is empty: pass one number or more.")
+    for name, value in {"batch_size": batch_size, "max_new_tokens": max_new_tokens}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
     chosen = {
         name: row.get("temperature", temperatures[_number(seed, name) % len(temperatures)])
         for name, row in prompts.items()
     }
+    for temperature in (*temperatures, *chosen.values()):
+        if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature={temperature!r} must be a number of at least 0.")
+    for name, row in prompts.items():
+        _check_ids(row["prompt_ids"], f"prompt {name!r}")
+    out = Path(out)
+    _drop_half_line(out)
+    done = {answer.id for answer in read_answers(out)} if out.exists() else set()
     added = 0
     with open(out, "a") as file, tqdm(total=len(prompts), unit="prompt", desc="answers") as bar:
         bar.update(sum(name in done for name in prompts))
@@ -181,6 +193,11 @@ def _generate(
     return answers
 
 
+def _check_ids(ids: Any, whose: str) -> None:
+    if not isinstance(ids, list | tuple) or any(type(i) is not int or i < 0 for i in ids):
+        raise ValueError(f"prompt_ids of {whose} must be a list of tokens, got {str(ids)[:40]!r}.")
+
+
 def end_tokens(model: PreTrainedModel) -> list[int]:
     """Tokens that end the model's texts."""
     ends = model.generation_config.eos_token_id
@@ -202,6 +219,8 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: no JSON ({error}).") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number}: no JSON object.")
             yield number, row
 
 

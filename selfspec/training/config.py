@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Literal, get_args
 
 from selfspec.config import Options
@@ -42,8 +43,8 @@ class TrainConfig(Options):
         muon_learning_rate: Of Muon.
         weight_decay: Of both.
         clip: Largest norm of the gradient.
-        warmup_steps: Over which the learning rate rises; it then falls linearly to
-            `final_learning_rate` of itself.
+        warmup_steps: Over which the learning rate rises, or over a tenth of the tokens if that is
+            less; it then falls linearly to `final_learning_rate` of itself.
         final_learning_rate: A share.
         tokens_per_batch: Most positions of a batch, padding included; a longer sequence has a batch
             of its own.
@@ -55,9 +56,9 @@ class TrainConfig(Options):
         log_every: Steps between lines of the log.
         checkpoint_seconds: Longest time between two checkpoints.
         ranks: R, how many ranks of the draft's tokens the estimate counts.
-        start: "head": heads and final norm are the target's at first, where sizes fit, the rest is
-            random; "layer": a feature network's layer is the target's last one, too, and an exit's
-            block has inner weights of it; "random".
+        start: "layer": heads, final norm and a feature network's layer are the target's at first,
+            its last one, and an exit's block has inner weights of that; what does not fit is
+            random. "head": heads and final norm alone. "random": nothing.
         dtype: Of the network while it trains; the optimizer works in float32.
         seed: Of everything random.
     """
@@ -83,7 +84,7 @@ class TrainConfig(Options):
     clip: float = 0.5
     warmup_steps: int = 50
     final_learning_rate: float = 0.03
-    tokens_per_batch: int = 4096
+    tokens_per_batch: int = 2048
     total_tokens: int = 10_000_000
     held_out: float = 0.05
     max_held_out: int = 120
@@ -91,7 +92,7 @@ class TrainConfig(Options):
     log_every: int = 50
     checkpoint_seconds: float = 60.0
     ranks: int = 10
-    start: Start = "head"
+    start: Start = "layer"
     dtype: Precision = "bfloat16"
     seed: int = 0
 
@@ -132,6 +133,12 @@ class TrainConfig(Options):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name}={value!r} must be an int of at least {low}.")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float" and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise ValueError(f"{field.name}={value!r} must be a number.")
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r} must be True or False.")
         for name in ("learning_rate", "muon_learning_rate", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be more than 0.")

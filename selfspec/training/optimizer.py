@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _BETAS = (0.9, 0.95)
 _MOMENTUM = 0.95
+_WARM = 0.1  # share of the tokens after which the learning rate has risen at the latest
 
 
 class Optimizer:
@@ -62,7 +63,8 @@ class Optimizer:
     def factor(self, step: int, progress: float) -> float:
         """Share of the learning rates at a step (from 0), after `progress` (0..1) of the tokens."""
         low = self.config.final_learning_rate
-        warm = min(1.0, (step + 1) / max(1, self.config.warmup_steps))
+        # A run of a few steps has to learn something, too.
+        warm = min(1.0, max((step + 1) / max(1, self.config.warmup_steps), progress / _WARM))
         return warm * (low + (1 - low) * (1 - min(1.0, progress)))
 
     def step(self, step: int, progress: float) -> bool:

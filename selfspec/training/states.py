@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.logging import tqdm
 
@@ -61,8 +61,20 @@ class States(Protocol):
         ...
 
 
-def usable(answers: Sequence[Answer], max_length: int) -> list[Answer]:
-    """Answers to train on: cut to `max_length` tokens, without those that have none left."""
+def usable(answers: Sequence[Answer], max_length: int, vocab_size: int) -> list[Answer]:
+    """Answers to train on: cut to `max_length` tokens, without those that have none left.
+
+    Raises:
+        ValueError: If none is left, or a token is none of the model's.
+    """
+    for answer in answers:
+        ids = [*answer.prompt_ids, *answer.response_ids]
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
+        if wrong:
+            raise ValueError(
+                f"answer {answer.id!r} has the token {wrong[0]!r}, and the model has tokens "
+                f"0..{vocab_size - 1}: answer the prompts with this model."
+            )
     cut = [
         Answer(a.id, a.prompt_ids, a.response_ids[: max_length - len(a.prompt_ids)])
         for a in answers
@@ -107,12 +119,22 @@ def write_states(
         The states, to be trained on.
 
     Raises:
-        ValueError: If no answer is left, or the model is in training mode.
+        ValueError: If no answer is left, the model is in training mode or does not have a token,
+            or an option is out of range.
     """
+    if not taps:
+        raise ValueError("taps is empty: name the layers whose states are kept.")
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype} must be a floating one.")
+    sizes = {"tokens_per_batch": tokens_per_batch, "tokens_per_shard": tokens_per_shard}
+    for name, value in {"top_k": top_k, **sizes}.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    answers, taps = usable(answers, max_length), tuple(sorted(set(taps)))
     target = Target(model)
+    answers = usable(answers, max_length, target.vocab_size)
+    taps = tuple(sorted(set(taps)))
     base = BaseModel.of(model)
     options = [base.shape, base.embedding, taps, top_k, str(dtype), tokens_per_batch]
     shards = list(_shards(answers, tokens_per_shard))
@@ -121,12 +143,12 @@ def write_states(
         unfinished.unlink()
     with tqdm(total=sum(map(_length, answers)), unit="token", desc="states") as bar:
         for shard, name in zip(shards, names, strict=True):
-            if not (folder / name).is_file():
+            if not _is_whole(folder / name):
                 tensors: dict[str, list[Tensor]] = {}
                 for batch in _batches(shard, tokens_per_batch):
                     read = _observed(target, batch, taps, top_k, dtype)
-                    for key, value in _flat(read, taps).items():
-                        tensors.setdefault(key, []).append(value)
+                    for key, tensor in _flat(read, taps).items():
+                        tensors.setdefault(key, []).append(tensor)
                 whole = {key: torch.cat(parts) for key, parts in tensors.items()}
                 write_tensors(whole, folder / name, {"format": FORMAT})
             bar.update(sum(map(_length, shard)))
@@ -199,7 +221,13 @@ class ShardedStates:
             ]
 
     def _open_shard(self, name: str) -> Any:
-        return safe_open(self.folder / name, framework="pt")
+        try:
+            return safe_open(self.folder / name, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(
+                f"{self.folder / name} is broken ({error}): run write_states again, which makes it "
+                "anew."
+            ) from error
 
     def read(self, rows: Sequence[int], taps: Sequence[int]) -> Batch:
         """See `States.read`; nothing but what is asked for is read from the files."""
@@ -241,7 +269,7 @@ class StreamedStates:
         max_length: See `write_states`.
 
     Raises:
-        ValueError: If no answer is left.
+        ValueError: If no answer is left, or the model does not have a token.
     """
 
     in_memory = False
@@ -256,7 +284,7 @@ class StreamedStates:
     ) -> None:
         self.model = model
         self._target = Target(model)
-        self.answers = usable(answers, max_length)
+        self.answers = usable(answers, max_length, self._target.vocab_size)
         self.top_k = top_k
         self.taps = tuple(range(self._target.architecture.num_layers + 1))
         self.lengths = [_length(a) for a in self.answers]
@@ -269,6 +297,15 @@ class StreamedStates:
         """See `States.read`."""
         batch = [self.answers[row] for row in rows]
         return _observed(self._target, batch, taps, self.top_k, self.model.dtype)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a shard is there and complete; its size is told by its header."""
+    try:
+        with safe_open(path, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def _length(answer: Answer) -> int:

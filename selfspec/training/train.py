@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.logging import tqdm
 
@@ -67,7 +67,8 @@ def train(
         model: The target; it is only read.
         states: Of answered prompts, or the folder of `write_states`.
         out: Folder of this run.
-        initial: Go on from this network instead of one that is made anew. It is not changed.
+        initial: Go on from this network, of its own sizes whatever the config says, instead of one
+            that is made anew. It is not changed.
         license: Of the draft, to be written beside it.
         say: Called with the config, estimates, and what else is worth a line.
 
@@ -158,6 +159,11 @@ class _Run:
             self._evaluate()
             self._save(LAST, self.last)
             self._checkpoint()
+        if self.best <= 1.0:
+            self.say(
+                f"not one draft token was right after {self.tokens:,} tokens in {self.step} steps: "
+                "this draft gains nothing. Train on more tokens, of more texts."
+            )
         return self._best_network()
 
     def _batches(self) -> Iterator[Batch]:
@@ -233,7 +239,7 @@ class _Run:
         self._log({"held_out": self.last.to_dict()})
         self.say(
             f"step {self.step}: held-out acceptance {_rounded(self.last.acceptance)}, "
-            f"tau {self.last.tau:.3f}"
+            f"tau {self.last.tau:.3f} ({self.last.positions} positions)"
         )
         if self.last.tau > self.best:
             self.best = self.last.tau
@@ -269,9 +275,15 @@ class _Run:
 
     def _resume(self) -> None:
         path = self.out / CHECKPOINT
-        with safe_open(path, framework="pt", device=str(self.device)) as file:
-            place = json.loads(file.metadata()["place"])
-            tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        try:
+            with safe_open(path, framework="pt", device=str(self.device)) as file:
+                place = json.loads(file.metadata()["place"])
+                tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} is broken ({error}): delete it to train anew; drafts in {self.out / BEST} "
+                "stay until a better one is found."
+            ) from error
         mine, theirs = self.config.to_dict(), place["config"]
         changed = [k for k in mine if k not in _FREE and _listed(mine[k]) != theirs.get(k)]
         if changed:

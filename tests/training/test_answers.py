@@ -149,7 +149,38 @@ def test_answers_are_read_strictly(tmp_path: Path) -> None:
         read_answers(path)
 
 
-def test_temperatures_are_checked(model: Any, prompts: Any, tmp_path: Path) -> None:
-    for wrong in ((), (0.5, -1.0)):
-        with pytest.raises(ValueError, match="temperatures="):
-            answer_prompts(model, prompts, tmp_path / "a", temperatures=wrong)
+def test_options_are_checked(model: Any, prompts: Any, tmp_path: Path) -> None:
+    wrong: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "temperatures is empty": ({"temperatures": ()}, {}),
+        "temperature=-1.0": ({"temperatures": (0.5, -1.0)}, {}),
+        "temperature=nan": ({"temperatures": (float("nan"),)}, {}),
+        "temperature='hot'": ({}, {"temperature": "hot"}),
+        "batch_size=-3 must be at least 1": ({"batch_size": -3}, {}),
+        "max_new_tokens=0 must be at least 1": ({"max_new_tokens": 0}, {}),
+        "prompt 'p' must be a list of tokens": ({}, {"prompt_ids": "ab"}),
+        "must be a list of tokens, got '.1.5.'": ({}, {"prompt_ids": [1.5]}),
+    }
+    for message, (options, row) in wrong.items():
+        own = {**prompts, "p": {"prompt_ids": [3, 4], **row}}
+        with pytest.raises(ValueError, match=message):
+            answer_prompts(model, own, tmp_path / "a", **options)
+        assert not (tmp_path / "a").exists()
+
+
+def test_a_prompt_may_have_a_temperature(model: Any, tmp_path: Path) -> None:
+    prompts = {"a": {"prompt_ids": [3, 4], "temperature": 0.3}, "b": {"prompt_ids": [5]}}
+    answer_prompts(model, prompts, tmp_path / "a", temperatures=(0.0,), max_new_tokens=2)
+    rows = [json.loads(line) for line in (tmp_path / "a").read_text().splitlines()]
+    assert {row["id"]: row["temperature"] for row in rows} == {"a": 0.3, "b": 0.0}
+
+
+def test_lines_that_are_no_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    for line, message in (
+        ("[1]", "line 1: no JSON object"),
+        ('{"prompt_ids": [1.5]}', "line 1, must be a list of tokens"),
+        ('{"prompt_ids": "ab"}', "line 1, must be a list of tokens"),
+    ):
+        path.write_text(line + "\n")
+        with pytest.raises(ValueError, match=message):
+            read_prompts(path)

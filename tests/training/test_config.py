@@ -42,6 +42,12 @@ def test_unknown_options_are_named() -> None:
         ("step_decay", 1.1),
         ("held_out", 0.0),
         ("held_out", 1.0),
+        ("held_out", ".2"),
+        ("learning_rate", "0.1"),
+        ("checkpoint_seconds", None),
+        ("clip", True),
+        ("own_head", "false"),
+        ("conditioned", 1),
     ],
 )
 def test_values_out_of_range_are_named(name: str, value: Any) -> None:

@@ -87,6 +87,9 @@ def test_schedule() -> None:
     optimizer = Optimizer(Net(torch.float32), chosen)
     assert optimizer.factor(0, 0.0) == pytest.approx(0.1)
     assert optimizer.factor(9, 0.0) == pytest.approx(1)
+    # A run of a few steps warms up within a tenth of them.
+    assert optimizer.factor(2, 0.05) == pytest.approx(0.5 * (1 - 0.8 * 0.05))
+    assert optimizer.factor(2, 0.1) == pytest.approx(1 - 0.8 * 0.1)
     assert optimizer.factor(99, 0.5) == pytest.approx(0.6)
     assert optimizer.factor(99, 1.0) == pytest.approx(0.2)
     assert optimizer.factor(99, 1.5) == pytest.approx(0.2)

@@ -64,5 +64,12 @@ def test_all_at_once_without_states_on_disk(work: Path) -> None:
 def test_prompts_are_asked_for(work: Path) -> None:
     with pytest.raises(SystemExit, match="--prompts is missing"):
         run(work, "all")
+    with pytest.raises(SystemExit, match=r"nowhere\.jsonl does not exist"):
+        run(work, "all", "--prompts", str(work / "nowhere.jsonl"))
+    for step in (["states"], ["train", "--streamed"]):
+        with pytest.raises(SystemExit, match=r"answers\.jsonl does not exist: let the model"):
+            run(work, *step)
+    with pytest.raises(SystemExit, match="--threads -1 must be at least 1"):
+        run(work, "states", "--threads", "-1")
     with pytest.raises(ValueError, match="unknown option nonsense"):
         run(work, "train", "--set", "nonsense=1")

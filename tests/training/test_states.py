@@ -199,3 +199,45 @@ def test_weights_mark_answers() -> None:
     assert batch.weights().tolist() == [[0, 1, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]]
     prompt = replace(batch, prompt_lengths=torch.tensor([3, 3]))
     assert prompt.weights(0.5).tolist() == [[0.5, 0.5, 1, 1, 1, 0], [0.5, 0.5, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("size", [0, 5000])
+def test_a_broken_shard_is_named_and_made_again(size: int, tmp_path: Path) -> None:
+    whole = write(tmp_path)
+    rows = range(len(whole.lengths))
+    before = whole.read(rows, TAPS).taps
+    path = tmp_path / whole.manifest["shards"][1]
+    with path.open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(ValueError, match=f"{path.name} is broken .* run write_states again"):
+        ShardedStates(tmp_path)
+    assert torch.equal(write(tmp_path).read(rows, TAPS).taps, before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"tokens_per_shard": 0}, "tokens_per_shard=0 must be at least 1"),
+        ({"tokens_per_batch": -1}, "tokens_per_batch=-1 must be at least 1"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 must be a floating one"),
+        ({"taps": ()}, "taps is empty"),
+    ],
+)
+def test_options_are_checked(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        write_states(target(), answers(), tmp_path, **{"taps": TAPS, **changes})
+
+
+@pytest.mark.parametrize("token", [64, -1, 1.5])
+def test_tokens_that_the_model_does_not_have(token: Any, tmp_path: Path) -> None:
+    given = [Answer("a", [3, 4], [5]), Answer("b", [3, token], [5])]
+    for make in (lambda: write(tmp_path, given), lambda: StreamedStates(target(), given)):
+        with pytest.raises(ValueError, match=rf"answer 'b' has the token {token}, .* 0\.\.63"):
+            make()
+
+
+def test_states_that_are_no_vectors(tmp_path: Path) -> None:
+    model = tiny.build("gemma3n_text")
+    with pytest.raises(ValueError, match="they have 4 dimensions, not 3"):
+        write_states(model, answers(), tmp_path, (1,))

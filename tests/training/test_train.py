@@ -215,7 +215,7 @@ def test_starts_from_the_target(data: ShardedStates) -> None:
     # What it is fed is nearly the last tap.
     last = network.fuse(torch.eye(3 * 64))[-64:]
     assert (last - torch.eye(64)).abs().max() < 0.02
-    plain = initial_network(config(taps=TAPS), model, architecture, data.token_counts)
+    plain = initial_network(config(taps=TAPS, start="head"), model, architecture, data.token_counts)
     assert torch.equal(plain.head.weight, model.lm_head.weight[plain.head.ids])
     assert torch.equal(plain.norm.weight, model.model.norm.weight)
     assert not torch.equal(plain.k_proj.weight[:, 64:], layer.self_attn.k_proj.weight)
@@ -239,3 +239,23 @@ def test_tokens_that_end_texts_can_be_drafted(data: ShardedStates) -> None:
     states = torch.randn(4, 64)
     out = network(1, states, torch.zeros(4, 2, 64))
     assert (out - states).abs().max() < 0.05
+
+
+def test_a_broken_checkpoint_is_named(data: ShardedStates, tmp_path: Path) -> None:
+    chosen = config(kind="exit", total_tokens=600)
+    train(chosen, target(), data, tmp_path)
+    with (tmp_path / "checkpoint.safetensors").open("r+b") as file:
+        file.truncate(3000)
+    with pytest.raises(ValueError, match=r"checkpoint\.safetensors is broken .* delete it"):
+        train(chosen, target(), data, tmp_path)
+
+
+def test_a_draft_that_guesses_nothing_is_said_to(data: ShardedStates, tmp_path: Path) -> None:
+    said: list[str] = []
+    chosen = config(taps=TAPS, start="random", total_tokens=100, learning_rate=1e-6)
+    train(chosen, target(), data, tmp_path / "none", say=said.append)
+    tau = held_out(tmp_path / "none")[-1]["tau"]
+    assert ("this draft gains nothing" in said[-1]) == (tau == 1.0)
+    train(config(taps=TAPS), target(), data, tmp_path / "some", say=said.append)
+    assert "gains nothing" not in said[-1]
+    assert "positions)" in said[-1]
