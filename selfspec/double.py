@@ -21,11 +21,9 @@ from torch import nn
 from transformers.generation import GenerationMixin
 
 from selfspec.detours import detours
-from selfspec.stream import EndingStreamer
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers.generation.streamers import BaseStreamer
 
 _CALL, _INSIDE = "_selfspec_call", "_selfspec_inside"  # slots of doubles
 
@@ -111,14 +109,8 @@ def _class(base: type, delegate: str | None) -> type:
         inner = property(lambda double: getattr(double, _INSIDE))
         return type(base.__name__, (base,), {**names, "__slots__": (_INSIDE,), delegate: inner})
 
-    def _sample(
-        double: Any, input_ids: Tensor, streamer: BaseStreamer | None = None, **kwargs: Any
-    ) -> Any:
-        decode = getattr(double, _CALL).decode
-        if streamer is None:
-            return decode(base, double, input_ids, **kwargs)
-        with EndingStreamer(streamer) as ending:
-            return decode(base, double, input_ids, streamer=ending, **kwargs)
+    def _sample(double: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        return getattr(double, _CALL).decode(base, double, input_ids, **kwargs)
 
     methods = detours(base, lambda double: getattr(double, _CALL))
     return type(

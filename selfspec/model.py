@@ -28,7 +28,7 @@ from selfspec.patch import compiled_parts
 from selfspec.propose import check_taps
 from selfspec.request import Request
 from selfspec.step import Step
-from selfspec.stream import stream_steps
+from selfspec.stream import ending_streamer, stream_steps
 from selfspec.target import Target
 
 if TYPE_CHECKING:
@@ -207,7 +207,13 @@ class SpeculativeModel(Facade):
             ValueError: If there are not as many generators as sequences, or the request has to go
                 to transformers' own loop, which takes none.
         """
-        check_generator(generator)
+        with ending_streamer(args, kwargs) as (args, kwargs):
+            check_generator(generator)
+            return self._generate(generator, args, kwargs)
+
+    def _generate(
+        self, generator: Generators, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         outer = self._call.__dict__.get("seen")  # of a request that this one is inside of
         self._call.generator = generator
         self._call.seen = False

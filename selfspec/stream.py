@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
 
 class EndingStreamer(BaseStreamer):
-    """Ends a user's streamer also where decoding raises: whoever reads it must not wait for ever.
+    """A user's streamer, of which it is known whether it has been ended.
 
     Args:
-        streamer: The user's. It has been given the prompt already.
-
-    Use as a context around decoding, and in the streamer's place.
+        streamer: The user's.
     """
 
     def __init__(self, streamer: BaseStreamer) -> None:
@@ -39,13 +37,37 @@ class EndingStreamer(BaseStreamer):
         self.ended = True
         self.streamer.end()
 
-    def __enter__(self) -> EndingStreamer:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, *args: Any) -> None:
-        if kind is not None and not self.ended:
+@contextmanager
+def ending_streamer(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """End the streamer of a call also if the call raises: who reads it must not wait for ever.
+
+    Args:
+        args: Of the call.
+        kwargs: Of the call.
+
+    Yields:
+        Both, with another streamer in the place of the user's.
+    """
+    streamer = kwargs.get("streamer")
+    if streamer is None:
+        streamer = next((a for a in args if isinstance(a, BaseStreamer)), None)
+    if streamer is None:
+        yield args, kwargs
+        return
+    ending = EndingStreamer(streamer)
+    try:
+        yield (
+            tuple(ending if a is streamer else a for a in args),
+            {name: ending if a is streamer else a for name, a in kwargs.items()},
+        )
+    except BaseException:
+        if not ending.ended:
             with suppress(Exception):  # what went wrong first is what the caller should see
-                self.end()
+                ending.end()
+        raise
 
 
 class ColumnStreamer:

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
+from transformers import (
+    AsyncTextIteratorStreamer,
+    GenerationConfig,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 import selfspec
 from tests.families import tiny
@@ -140,6 +145,44 @@ def test_c13_an_end_that_raises(model: Any) -> None:
     with pytest.raises(OSError, match="the end fails"):
         spec.generate(**prompt, max_new_tokens=4, streamer=worse)
     assert worse.ends == 1
+
+
+class Duck:
+    """The methods of a streamer, and nothing else of one."""
+
+    def __init__(self) -> None:
+        self.ends = 0
+
+    def put(self, value: torch.Tensor) -> None: ...
+
+    def end(self) -> None:
+        self.ends += 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"do_sample": True, "temperature": -1.0},
+        {"foo": 1},
+        {"stop_strings": ["x"]},
+        {"generator": 5},
+        {"num_beams": 2},
+    ],
+)
+def test_c13_a_stream_ends_where_a_call_is_refused(model: Any, wrong: dict[str, Any]) -> None:
+    """Before a token is made; whoever reads it from another thread must not wait for ever."""
+    spec, prompt = selfspec.wrap(model, drafter="ngram"), tiny.prompts(1)
+    for streamer in (Columns(), Duck()):
+        with pytest.raises((TypeError, ValueError)):
+            spec.generate(**prompt, streamer=streamer, **wrong)
+        assert streamer.ends == 1
+        spec.generate(**prompt, streamer=streamer, max_new_tokens=3)
+        assert streamer.ends == 2
+    streamer = Columns()
+    ids, config = prompt["input_ids"], GenerationConfig(max_new_tokens=3)
+    with pytest.raises((TypeError, ValueError)):
+        spec.generate(ids, config, None, None, None, None, None, streamer, **wrong)
+    assert streamer.ends == 1
 
 
 class Interrupts:
