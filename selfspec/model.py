@@ -19,7 +19,7 @@ from selfspec.decode import Decoder
 from selfspec.detours import option_of_call
 from selfspec.double import Call, adapter_obstacle, check_model, doubled
 from selfspec.drafters import CombinedDrafter, Drafter
-from selfspec.drafters.named import kinds_taken, label, resolve
+from selfspec.drafters.named import label, networks_for, resolve
 from selfspec.facade import Facade
 from selfspec.generation_options import other_loop
 from selfspec.metrics import SpecStats
@@ -121,7 +121,7 @@ class SpeculativeModel(Facade):
         self.enabled = True
         self.stats = SpecStats()
         self._drafter_argument = drafter
-        self._drafts = self._find(drafts, strict_base)
+        self._drafts = networks_for(drafter, self._decoder_model, drafts, strict_base)
         self._drafter, switch = resolve(drafter, self._drafts)
         self._off_switch = switch if options.off_switch is None else options.off_switch
         self._costs = StepCosts()
@@ -136,34 +136,6 @@ class SpeculativeModel(Facade):
             )
         logger.info("%s", self)
         self._warn_of_compiled_code()
-
-    def _find(
-        self, drafts: str | PathLike[str] | Mapping[str, nn.Module] | None, strict_base: bool
-    ) -> Mapping[Any, nn.Module]:
-        """Trained networks by kind, as far as they are wanted."""
-        taken = kinds_taken(self._drafter_argument)
-        if not isinstance(drafts, str | PathLike | Mapping | None) or drafts == "":
-            raise TypeError(
-                f"drafts={drafts!r} must be a folder, a repository, or networks by kind "
-                '("feature", "heads", "exit"); a drafter is passed as drafter=.'
-            )
-        found: Mapping[Any, nn.Module] = {}
-        if isinstance(drafts, Mapping):
-            found = drafts
-        elif taken:
-            from selfspec.checkpoints import find_drafts  # costs time only where it is needed
-
-            found = find_drafts(self._decoder_model, drafts, strict_base)
-        used = {kind: found[kind] for kind in found if kind in taken}
-        if drafts is not None and not used:
-            what = "" if isinstance(drafts, Mapping) else f"={str(drafts)!r}"
-            kinds = f" (of kind {', '.join(map(str, found))})" if found else ""
-            raise ValueError(
-                f"drafts{what}{kinds} has no use with drafter={self._drafter_argument!r}: "
-                '"feature", "heads" and "early-exit" use drafts of kind feature, heads and exit, '
-                '"auto" uses feature or heads.'
-            )
-        return used
 
     def _warn_of_compiled_code(self) -> None:
         warning = f"{type(self._decoder_model).__name__} is compiled; requests run it uncompiled"

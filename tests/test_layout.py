@@ -71,6 +71,21 @@ def test_kernels_is_a_source_root() -> None:
     assert not (ROOT / "tests/kernels").exists()
 
 
+def test_a_script_beside_a_clone_gets_the_library(tmp_path: Path) -> None:
+    """And not the clone's folder, which has its name, as a package without anything in it.
+
+    So an editable install has to be entries of the path.
+    """
+    (tmp_path / "selfspec").symlink_to(ROOT)
+    (tmp_path / "first.py").write_text("import selfspec\nprint(selfspec.wrap.__name__)\n")
+    command = [sys.executable, "first.py"]
+    done = subprocess.run(
+        command, check=True, cwd=tmp_path, env=_environment(), capture_output=True, text=True
+    )
+    assert done.stdout == "wrap\n"
+    assert 'dev-mode-dirs = [".", "kernels"]' in (ROOT / "pyproject.toml").read_text()
+
+
 def test_public_names_are_the_documented_ones() -> None:
     readme = (ROOT / "README.md").read_text()
     for name in selfspec.__all__:

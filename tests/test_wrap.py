@@ -32,7 +32,11 @@ def model() -> Any:
         (lambda m: selfspec.wrap(m, drafter=object()), TypeError, "without hidden_taps, draft"),
         (lambda m: selfspec.wrap(m, drafter=[]), ValueError, "has no drafter"),
         (lambda m: selfspec.wrap(m, drafter=["ngram", "none"]), ValueError, "part of a list"),
-        (lambda m: selfspec.wrap(m, drafter=None), TypeError, "drafter is a NoneType"),
+        (
+            lambda m: selfspec.wrap(m, drafter=None),
+            TypeError,
+            "drafter is an instance of NoneType without",
+        ),
         (lambda m: selfspec.wrap(m, max_draft=3), ValueError, "unknown option max_draft"),
         (lambda m: selfspec.wrap(m, max_draft_tokens=0), ValueError, "max_draft_tokens=0"),
         (lambda m: selfspec.wrap(m, off_switch="yes"), ValueError, "off_switch='yes'"),

@@ -146,7 +146,7 @@ def test_what_cannot_be(arguments: dict[str, Any], message: str) -> None:
         ({"drafts": networks()["heads"]}, "must be a folder, a repository, or networks by kind"),
         ({"drafts": {"heads": networks()["feature"]}}, "must be a HeadsNetwork"),
         ({"drafter": "early-exit", "drafts": {"exit": "x"}}, "must be an ExitNetwork"),
-        ({"drafter": object()}, "of type object, without hidden_taps"),
+        ({"drafter": object()}, "an instance of object without hidden_taps"),
     ],
 )
 def test_what_is_of_another_type(arguments: dict[str, Any], message: str) -> None:

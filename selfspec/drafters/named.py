@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from selfspec.drafters.combined import CombinedDrafter
 from selfspec.drafters.early_exit import EarlyExitDrafter
@@ -13,6 +14,10 @@ from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.mtp import MtpDrafter
 from selfspec.drafters.ngram import NGramDrafter
 from selfspec.drafters.protocol import Drafter
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 _BY_NAME: dict[str, Callable[..., Drafter]] = {
     "ngram": NGramDrafter,
@@ -29,8 +34,52 @@ _AUTO = ("feature", "heads")  # kinds, the best first
 Drafts = Mapping[str, Any]
 
 
-def kinds_taken(drafter: object) -> list[str]:
-    """Kinds of trained drafts that the names which a user passes as `drafter` can stand for.
+def networks_for(
+    drafter: str | Drafter | Sequence[str | Drafter],
+    model: PreTrainedModel,
+    drafts: str | PathLike[str] | Mapping[str, nn.Module] | None,
+    strict_base: bool,
+) -> dict[str, nn.Module]:
+    """The trained networks that the names in `drafter` stand for, by kind.
+
+    Args:
+        drafter: As for `selfspec.wrap`, as the next ones.
+        model: What is drafted for.
+        drafts: Where they are.
+        strict_base: Whether drafts that were made for another model are refused.
+
+    Raises:
+        TypeError: If `drafts` is of another type.
+        ValueError: If a name is unknown, there is no draft where `drafts` says, or none of a kind
+            that is used.
+    """
+    taken = _kinds_taken(drafter)
+    if not isinstance(drafts, str | PathLike | Mapping | None) or drafts == "":
+        raise TypeError(
+            f"drafts={drafts!r} must be a folder, a repository, or networks by kind "
+            '("feature", "heads", "exit"); a drafter is passed as drafter=.'
+        )
+    found: Mapping[Any, nn.Module] = {}
+    if isinstance(drafts, Mapping):
+        found = drafts
+    elif taken:
+        from selfspec.checkpoints import find_drafts  # costs time only where it is needed
+
+        found = find_drafts(model, drafts, strict_base)
+    used = {kind: found[kind] for kind in found if kind in taken}
+    if drafts is not None and not used:
+        what = "" if isinstance(drafts, Mapping) else f"={str(drafts)!r}"
+        kinds = f" (of kind {', '.join(map(str, found))})" if found else ""
+        raise ValueError(
+            f"drafts{what}{kinds} has no use with drafter={drafter!r}: "
+            '"feature", "heads" and "early-exit" use drafts of kind feature, heads and exit, '
+            '"auto" uses feature or heads.'
+        )
+    return used
+
+
+def _kinds_taken(drafter: object) -> list[str]:
+    """Kinds of trained drafts that names in `drafter` can stand for.
 
     Raises:
         ValueError: If a name is unknown.
@@ -41,7 +90,7 @@ def kinds_taken(drafter: object) -> list[str]:
         _check_name(drafter)
         return [_KINDS[drafter]] if drafter in _KINDS else []
     if isinstance(drafter, Sequence):
-        return [kind for part in drafter for kind in kinds_taken(part)]
+        return [kind for part in drafter for kind in _kinds_taken(part)]
     return []
 
 
@@ -74,7 +123,7 @@ def resolve(
         what = (
             "a class; pass an instance"
             if isinstance(drafter, type)
-            else (f"of type {type(drafter).__name__}, without {', '.join(missing)}")
+            else f"an instance of {type(drafter).__name__} without {', '.join(missing)}"
         )
         raise TypeError(
             f'drafter is {what}. Pass a name ("auto", "none", ...), a drafter or a list of them.'
