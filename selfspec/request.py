@@ -130,7 +130,10 @@ class Request:
             return other
         stateful = stateful_processor(self.processors)
         if stateful is not None and self.batch > 1:
-            return f"{stateful} may keep a state, and rows of a batch advance unevenly"
+            return (
+                f"{stateful} may keep a state, and rows of a batch advance unevenly (if it keeps "
+                "none, give it an attribute stateless = True)"
+            )
         stops = StopRules(self.criteria, self.batch)
         pad = getattr(config, "_pad_token_tensor", None)
         if stops.pads_finished_rows:

@@ -44,7 +44,7 @@ RULES = {
         "the model is the user's: nothing of it is changed or left on it",
         "Run parts of it by state.target.run with a LayerPlan.",
     ),
-    "alone": ("a single sequence can be drafted", "See the exception above."),
+    "alone": ("a single sequence can be drafted", "Return a tree for batch 1, too."),
     "batch": (
         "batches of rows with different lengths can be drafted",
         "Go through rows 0..state.batch-1; state.tokens(b) is row b without its padding.",
