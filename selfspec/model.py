@@ -179,28 +179,31 @@ class SpeculativeModel(Facade):
             ValueError: If there are not as many generators as sequences, or the request has to go
                 to transformers' own loop, which takes none.
         """
-        with ending_streamer(args, kwargs) as (args, kwargs):
-            check_generator(generator)
-            return self._generate(generator, args, kwargs)
+        return self._request(args, kwargs, generator, None)
 
-    def _generate(
-        self, generator: Generators, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _request(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        generator: Generators,
+        on_step: Callable[[Step], None] | None,
     ) -> Any:
-        outer = self._call.__dict__.get("seen")  # of a request that this one is inside of
-        self._call.generator = generator
-        self._call.seen = False
+        call = self._call.__dict__
+        outer = dict(call)  # of a request that this one is inside of
+        call.clear()
+        call.update(generator=generator, on_step=on_step, seen=False)
         try:
-            call = Call(self._decoder_model, self._decode, self._leave)
-            with doubled(self.model, call) as double:
-                result = double.generate(*args, **kwargs)
+            detour = Call(self._decoder_model, self._decode, self._leave)
+            with ending_streamer(args, kwargs) as (args, kwargs):
+                check_generator(generator)
+                with doubled(self.model, detour) as double:
+                    result = double.generate(*args, **kwargs)
             if not self._call.seen:
                 self._leave(other_loop(option_of_call(self.model, kwargs)))
             return result
         finally:
-            self._call.__dict__.pop("generator", None)
-            self._call.__dict__.pop("seen", None)
-            if outer is not None:
-                self._call.seen = outer
+            call.clear()
+            call.update(outer)
 
     def _leave(self, reason: str) -> None:
         """Count a request that is left to transformers' own loop; say why, once a reason.
@@ -219,11 +222,12 @@ class SpeculativeModel(Facade):
             logger.warning("selfspec: left to transformers' own loop: %s.", reason)
         self.stats.add(SpecStats(fallbacks=1))
 
-    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Step]:
+    def stream(self, *args: Any, generator: Generators = None, **kwargs: Any) -> Iterator[Step]:
         """Generate step by step.
 
         Args:
             *args: As for `generate`.
+            generator: As for `generate`.
             **kwargs: As for `generate`.
 
         Yields:
@@ -234,11 +238,7 @@ class SpeculativeModel(Facade):
         """
 
         def run(on_step: Callable[[Step], None]) -> None:
-            self._call.on_step = on_step
-            try:
-                self.generate(*args, **kwargs)
-            finally:
-                self._call.__dict__.pop("on_step", None)
+            self._request(args, kwargs, generator, on_step)
 
         return stream_steps(run)
 

@@ -182,11 +182,14 @@ class Request:
             if not bool((mask.bool() == left).all()) or not bool(lengths.all()):
                 return "attention_mask is not left padding"
             self.pads = (width - lengths).tolist()
-            self.slots = width
-        elif self.user_cache is not None and self.user_cache.get_seq_length() > 0:
-            past = self.user_cache.get_seq_length()
-            told = getattr(self.generation_config, "_mask_length", self.input_ids.shape[1])
-            self.slots = max(self.slots, told, past + 1)
+        else:  # transformers drops a mask that hides nothing
+            width = getattr(self.generation_config, "_mask_length", self.slots)
+        # Of a continued text transformers takes all tokens or the new ones, by the mask's width.
+        past = 0 if self.user_cache is None else self.user_cache.get_seq_length()
+        if not (width == self.slots > past or (past and width == past + self.slots)):
+            held = f" and {past} in the cache" if past else ""
+            return f"attention_mask has {width} columns for {self.slots} tokens{held}"
+        self.slots = width
         positions = self.model_kwargs.get("position_ids")
         if positions is not None:
             expected = [self.slots - pad - 1 for pad in self.pads]

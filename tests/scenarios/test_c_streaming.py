@@ -147,6 +147,34 @@ def test_c13_an_end_that_raises(model: Any) -> None:
     assert worse.ends == 1
 
 
+class Nested(Columns):
+    """Generates with the same wrapper while it is given tokens."""
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__()
+        self.spec, self.is_inside = spec, False
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if not self.is_inside:
+            self.is_inside = True
+            self.spec.generate(**tiny.prompts(1), max_new_tokens=2)
+            self.is_inside = False
+
+
+def test_c13_a_streamer_that_generates(model: Any) -> None:
+    """Its request is its own: generator and steps of the one around it stay there."""
+    spec, prompt = selfspec.wrap(model, drafter="ngram"), tiny.prompts(1)
+    sampled = {**prompt, "max_new_tokens": 8, "do_sample": True}
+    plain = spec.generate(**sampled, generator=torch.Generator().manual_seed(3))
+    nested = Nested(spec)
+    generator = torch.Generator().manual_seed(3)
+    assert spec.generate(**sampled, generator=generator, streamer=nested).equal(plain)
+    assert len(nested.columns) == 9
+    steps = list(spec.stream(**prompt, max_new_tokens=8, do_sample=False, streamer=Nested(spec)))
+    assert sum(len(step.tokens[0]) for step in steps) == 8
+
+
 class Duck:
     """The methods of a streamer, and nothing else of one."""
 
