@@ -54,6 +54,12 @@ def test_sound_drafters(name: str) -> None:
     assert f"{len(rules)} rules hold" in str(report)
 
 
+def test_what_the_models_own_config_asks_for_is_another_matter() -> None:
+    model = copy.deepcopy(small())
+    model.generation_config.return_dict_in_generate = True
+    check_drafter(Sound(), model, PROMPTS, max_new_tokens=9, draws=600)
+
+
 @pytest.mark.parametrize(("broken", "rule"), BROKEN, ids=lambda x: getattr(x, "__name__", x))
 def test_broken_drafters(broken: type, rule: str) -> None:
     model = small()

@@ -196,6 +196,7 @@ class _Check:
             "input_ids": torch.tensor(ids, device=device),
             "attention_mask": torch.tensor(mask, device=device),
             "pad_token_id": self.pad,
+            "return_dict_in_generate": False,  # whatever the model's own config has
         }
 
     def plain(self, which: list[int], **settings: Any) -> Any:
