@@ -7,7 +7,7 @@ measured. Plain `generate` and one wrapper a draft run in one process, prompt by
 warm-up; end of sequence is disabled, so that all make the same number of tokens. A task's speed-up
 is plain's time over the draft's, summed over its prompts; tau is the mean number of tokens a target
 forward. Texts in bfloat16 may part at near ties only (see `benchmark_spine.first_difference`), in
-float32 they must be identical (`--identity`).
+float32 they must be identical (`--parts identity`).
 """
 
 from __future__ import annotations
@@ -188,6 +188,38 @@ def identity(prompts: list[tuple[str, Any]], args: Any, names: list[str]) -> dic
     return same
 
 
+def earlier(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """What another run with the same settings has written, to be completed."""
+    if path is None or not path.is_file():
+        return settings
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found if settings.items() <= found.items() else settings
+
+
+def greedy(model: Any, prompts: list[tuple[str, Any]], args: Any) -> dict[str, Any]:
+    """Speed and tau, texts that part, and what a draft step of the feature drafter costs."""
+    specs = wrappers(model, args.drafts, args.names)
+    with Counted() as counted:
+        rows = measure(model, prompts, specs, args, sampled=False)
+    differences = [
+        d for row in rows for d in row.get("first_difference", {}).values() if d is not None
+    ]
+    found: dict[str, Any] = {
+        "greedy": {
+            "summary": summarize(rows, args.names),
+            "rows": rows,
+            "texts that part from plain": len(differences),
+            "of them not at near ties": sum(not d["near_tie"] for d in differences),
+        }
+    }
+    plain_step = sum(row["seconds"]["plain"] for row in rows) / len(rows) / args.tokens
+    steps = sorted(seconds for seconds in counted.seconds if seconds > 0)
+    if steps:
+        median = steps[len(steps) // 2]
+        found["draft step of the feature drafter over a plain step"] = median / plain_step
+    return found
+
+
 def main() -> None:
     """Run, print, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -199,8 +231,14 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--temperature", type=float, help="sample, too, at this temperature")
-    parser.add_argument("--identity", action="store_true", help="compare texts in float32, too")
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        default=["greedy"],
+        choices=["greedy", "sampled", "identity"],
+        help="what to measure; what another run has written to --output is kept",
+    )
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the part sampled")
     parser.add_argument("--skip-ties", action="store_true", help="do not look at differences")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--table", type=Path, help="only print the README's table of this JSON")
@@ -214,43 +252,35 @@ def main() -> None:
     model, tokenizer = demo_model.load(args.model, dtype=getattr(torch, args.dtype))
     no_end_of_sequence(model)
     prompts = encoded(tokenizer, chosen(args.prompts, args.per_task))
-    specs = wrappers(model, args.drafts, args.names)
-    with Counted() as counted:
-        rows = measure(model, prompts, specs, args, sampled=False)
-    result: dict[str, Any] = {
+    settings = {
         "machine": machine(),
         "prompts": {"file": args.prompts.name, "per task": args.per_task},
         "dtype": args.dtype,
         "tokens": args.tokens,
-        "greedy": {"summary": summarize(rows, args.names), "rows": rows},
     }
-    plain_step = sum(row["seconds"]["plain"] for row in rows) / len(rows) / args.tokens
-    steps = [seconds for seconds in counted.seconds if seconds > 0]
-    if steps:
-        median = sorted(steps)[len(steps) // 2]
-        result["draft step of the feature drafter over a plain step"] = median / plain_step
-    differences = [
-        d for row in rows for d in row.get("first_difference", {}).values() if d is not None
-    ]
-    result["greedy"]["texts that part from plain"] = len(differences)
-    result["greedy"]["of them not at near ties"] = sum(not d["near_tie"] for d in differences)
-    if args.temperature:
-        sampled = measure(model, prompts, specs, args, sampled=True)
-        result[f"temperature {args.temperature}"] = {
-            "summary": summarize(sampled, args.names),
-            "rows": sampled,
-        }
-    if args.identity:
-        result["identical in float32"] = identity(prompts, args, args.names)
-        result["identical in float32"]["of"] = len(prompts)
-    for mode in ("greedy", f"temperature {args.temperature}"):
-        for name, tasks in result.get(mode, {}).get("summary", {}).items():
+    result = earlier(args.output, settings)
+    for part in args.parts:
+        if part == "greedy":
+            result |= greedy(model, prompts, args)
+        elif part == "sampled":
+            specs = wrappers(model, args.drafts, args.names)
+            rows = measure(model, prompts, specs, args, sampled=True)
+            found = {"summary": summarize(rows, args.names), "rows": rows}
+            result[f"temperature {args.temperature}"] = found
+        else:
+            same = identity(prompts, args, args.names)
+            result["identical in float32"] = {**same, "of": len(prompts)}
+        if args.output:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
+    for mode, found in result.items():
+        if not isinstance(found, dict) or "summary" not in found:
+            continue
+        for name, tasks in found["summary"].items():
             line = "  ".join(f"{t} {v['speedup']:.2f}x/{v['tau']:.2f}" for t, v in tasks.items())
             print(f"{mode} {name}: {line}")
-    print({k: v for k, v in result.items() if isinstance(v, float)}, len(differences), "differ")
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print({k: v for k, v in result.items() if isinstance(v, float)})
+    print(result.get("identical in float32"))
 
 
 if __name__ == "__main__":
