@@ -62,8 +62,8 @@ class FeatureDrafter(Pretrained):
         network: FeatureNetwork,
         max_depth: int = 5,
         width: int = 6,
-        min_gain: float = 0.2,
-        min_prob: float = 0.02,
+        min_gain: float = 0.3,
+        min_prob: float = 0.03,
         do_sample: bool = False,
         branches: int = 3,
     ) -> None:
