@@ -204,7 +204,7 @@ class _Check:
         settings = {"max_new_tokens": self.new, "do_sample": False, **settings}
         key = str((which, settings))
         if settings["do_sample"] or key not in self._plain:
-            self._plain[key] = self.model.generate(**self.inputs(which), **settings)
+            self._plain[key] = self.model.generate(**{**self.inputs(which), **settings})
         return self._plain[key]
 
     def ending(self, which: list[int]) -> int:
@@ -232,7 +232,7 @@ class _Check:
         settings = {"max_new_tokens": self.new, "do_sample": False, **settings}
         self._running += 1
         try:
-            text = self.spec.generate(**self.inputs(which), **settings)
+            text = self.spec.generate(**{**self.inputs(which), **settings})
         except DrafterError:
             raise
         except Exception as error:
