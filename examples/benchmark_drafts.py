@@ -56,7 +56,7 @@ def encoded(tokenizer: Any, rows: list[dict[str, Any]]) -> list[tuple[str, Any]]
     ]
 
 
-def wrappers(model: Any, drafts: Path | None, names: list[str]) -> dict[str, Any]:
+def wrappers(model: Any, drafts: Any, names: list[str]) -> dict[str, Any]:
     """One for every trained draft; each runs it at every step."""
     return {name: selfspec.wrap(model, DRAFTERS[name], drafts=drafts) for name in names}
 
@@ -225,7 +225,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=Path, help="JSONL with task and prompt")
     parser.add_argument("--model", help="folder or hub id; default: the demo model")
-    parser.add_argument("--drafts", type=Path, help="folder; default: those beside the model")
+    parser.add_argument(
+        "--drafts", type=Path, help="folder; default: the shipped ones, or those beside --model"
+    )
     parser.add_argument("--names", nargs="+", default=list(DRAFTERS), choices=list(DRAFTERS))
     parser.add_argument("--per-task", type=int, default=10)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
@@ -248,6 +250,7 @@ def main() -> None:
         return
     if args.prompts is None:
         parser.error("--prompts is missing: a JSONL with task and prompt")
+    args.drafts = args.drafts or demo_model.drafts(args.model)
     torch.set_num_threads(args.threads)
     model, tokenizer = demo_model.load(args.model, dtype=getattr(torch, args.dtype))
     no_end_of_sequence(model)

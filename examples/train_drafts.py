@@ -35,9 +35,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def main(arguments: list[str] | None = None) -> None:
     """Run one step, or all of them."""
     options = _parser().parse_args(arguments)
-    if options.threads is not None and options.threads < 1:
-        raise SystemExit(f"--threads {options.threads} must be at least 1.")
-    if options.threads:
+    if options.threads is not None:
+        if options.threads < 1:
+            raise SystemExit(f"--threads {options.threads} must be at least 1.")
         torch.set_num_threads(options.threads)
     options.work.mkdir(parents=True, exist_ok=True)
     model, tokenizer = demo_model.load(options.model, DTYPES[options.model_dtype])

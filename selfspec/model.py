@@ -188,22 +188,22 @@ class SpeculativeModel(Facade):
         generator: Generators,
         on_step: Callable[[Step], None] | None,
     ) -> Any:
-        call = self._call.__dict__
-        outer = dict(call)  # of a request that this one is inside of
-        call.clear()
-        call.update(generator=generator, on_step=on_step, seen=False)
+        own = self._call.__dict__
+        outer = dict(own)  # of a request that this one is inside of
+        own.clear()
+        own.update(generator=generator, on_step=on_step, seen=False)
         try:
-            detour = Call(self._decoder_model, self._decode, self._leave)
+            call = Call(self._decoder_model, self._decode, self._leave)
             with ending_streamer(args, kwargs) as (args, kwargs):
                 check_generator(generator)
-                with doubled(self.model, detour) as double:
+                with doubled(self.model, call) as double:
                     result = double.generate(*args, **kwargs)
             if not self._call.seen:
                 self._leave(other_loop(option_of_call(self.model, kwargs)))
             return result
         finally:
-            call.clear()
-            call.update(outer)
+            own.clear()
+            own.update(outer)
 
     def _leave(self, reason: str) -> None:
         """Count a request that is left to transformers' own loop; say why, once a reason.

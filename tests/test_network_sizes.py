@@ -36,6 +36,13 @@ def test_counts_are_counts(config: Any, name: str, value: Any) -> None:
         replace(config, **{name: value})
 
 
+def test_only_what_is_optional_may_be_none() -> None:
+    replace(FEATURE, draft_vocab_size=None)
+    for config, name in ((FEATURE, "num_heads"), (EXIT, "exit_layer"), (HEADS, "num_layers")):
+        with pytest.raises(ValueError, match=f"{name}=None must be an int"):
+            replace(config, **{name: None})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

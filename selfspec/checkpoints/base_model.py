@@ -78,7 +78,9 @@ class BaseModel:
         for name, value in shape.items():
             wanted = str if name == "model_type" else int
             if not isinstance(value, wanted):
-                raise ValueError(f"{where}: base.shape.{name} must be {wanted}, got {value!r}.")
+                raise ValueError(
+                    f"{where}: base.shape.{name}={value!r} must be of type {wanted.__name__}."
+                )
         if not isinstance(embedding, str | None):
             raise ValueError(f"{where}: base.embedding must be a string, got {embedding!r}.")
         try:

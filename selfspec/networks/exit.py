@@ -60,7 +60,7 @@ class ExitConfig:
             ValueError: If they do not.
         """
         sizes = ("hidden_size", "vocab_size", "exit_layer", "intermediate_size")
-        check_counts(self, draft_vocab_size=1, **dict.fromkeys(sizes, 1))
+        check_counts(self, ("draft_vocab_size",), draft_vocab_size=1, **dict.fromkeys(sizes, 1))
         if self.num_heads:
             check_attention(self)
 

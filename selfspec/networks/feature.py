@@ -79,7 +79,7 @@ class FeatureConfig:
         """
         object.__setattr__(self, "taps", tuple(self.taps))
         sizes = ("target_hidden_size", "vocab_size", "hidden_size", "intermediate_size")
-        check_counts(self, draft_vocab_size=1, **dict.fromkeys(sizes, 1))
+        check_counts(self, ("draft_vocab_size",), draft_vocab_size=1, **dict.fromkeys(sizes, 1))
         check_attention(self)
         check_layers("taps", self.taps)
         if not self.own_head and self.hidden_size != self.target_hidden_size:

@@ -54,9 +54,8 @@ class HeadsConfig:
         Raises:
             ValueError: If a size is too small, or `accuracies` is no table of probabilities.
         """
-        check_counts(
-            self, hidden_size=1, vocab_size=1, num_heads=1, num_layers=0, draft_vocab_size=1
-        )
+        sizes = {"hidden_size": 1, "vocab_size": 1, "num_heads": 1, "num_layers": 0}
+        check_counts(self, ("draft_vocab_size",), draft_vocab_size=1, **sizes)
         if self.accuracies is not None:
             object.__setattr__(self, "accuracies", self._checked(self.accuracies))
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 
-def check_counts(config: Any, **least: int) -> None:
+def check_counts(config: Any, optional: tuple[str, ...] = (), **least: int) -> None:
     """Hold fields to be ints.
 
     Args:
         config: Whose fields they are.
-        least: The smallest value of every field. None passes: not every size is given.
+        optional: Those of the fields that may be None.
+        least: The smallest value of every field.
 
     Raises:
         ValueError: If one is no int, or too small.
     """
     for name, low in least.items():
         value = getattr(config, name)
-        if value is not None and (type(value) is not int or value < low):
+        if value is None and name in optional:
+            continue
+        if type(value) is not int or value < low:
             raise ValueError(f"{name}={value!r} must be an int of at least {low}.")
 
 

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Literal, get_args
 
 from selfspec.config import Options
+from selfspec.networks.sizes import check_counts
 from selfspec.training.losses import Loss
 
 Kind = Literal["feature", "heads", "exit"]
@@ -127,12 +128,8 @@ class TrainConfig(Options):
             "log_every": 1,
             "ranks": 1,
         }
-        optional = {"intermediate_size": 1, "draft_vocab_size": 1, "exit_layer": 1}
-        least |= {name: low for name, low in optional.items() if getattr(self, name) is not None}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ValueError(f"{name}={value!r} must be an int of at least {low}.")
+        optional = ("intermediate_size", "draft_vocab_size", "exit_layer")
+        check_counts(self, optional, **least, **dict.fromkeys(optional, 1))
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "float" and (isinstance(value, bool) or not isinstance(value, Real)):

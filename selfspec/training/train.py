@@ -281,8 +281,8 @@ class _Run:
                 tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(
-                f"{path} is broken ({error}): delete it to train anew; drafts in {self.out / BEST} "
-                "stay until a better one is found."
+                f"{path} is broken ({error}): delete it to train anew, and copy {self.out / BEST} "
+                "first, to keep the draft that was best."
             ) from error
         mine, theirs = self.config.to_dict(), place["config"]
         changed = [k for k in mine if k not in _FREE and _listed(mine[k]) != theirs.get(k)]
