@@ -193,13 +193,22 @@ def describe(model: PreTrainedModel) -> Architecture:
     )
 
 
-def _decoder_layers(model: nn.Module, config: PretrainedConfig) -> tuple[str, list[nn.Module]]:
-    """Name of the list, and what is in it."""
+def _decoder_layers(
+    model: PreTrainedModel, config: PretrainedConfig
+) -> tuple[str, list[nn.Module]]:
+    """Name of the list, and what is in it.
+
+    Towers for images or sound may have as many layers as the text decoder.
+    """
     count = getattr(config, "num_hidden_layers", None)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count and "vision" not in name:
-            return name, list(module)
-    return "", []
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and "vision" not in name
+    ]
+    decoder = set((model.get_decoder() or model).modules())
+    found.sort(key=lambda entry: entry[1] not in decoder)  # stable: the outermost stays first
+    return (found[0][0], list(found[0][1])) if found else ("", [])
 
 
 def _around(model: PreTrainedModel, place: str) -> Iterator[nn.Module]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import selfspec
-from tests.families import tiny
+from tests.families import sweep, tiny
 from tests.networks import RandomExit, RandomFeature, RandomHeads
 from tests.oracle import OracleDrafter, RandomTreeDrafter
 
@@ -97,6 +97,22 @@ def test_chain_only(name: str, drafter: str, batch: int) -> None:
 def test_more_families(name: str, drafter: str, batch: int) -> None:
     _check(name, drafter, batch, torch.float32)
     assert "token trees" in repr(selfspec.wrap(tiny.build(name)))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "glm4v", "video_llava"])
+def test_layers_of_a_tower(model_type: str) -> None:
+    """Images go through as many layers as text, and through those first in the model."""
+    model = sweep.build(model_type)
+    prompt = tiny.prompts(3, vocab=sweep.SPECIAL)
+    plain = model.generate(**prompt, **GREEDY)
+    for drafter in ("early-exit-branches", "layer-skip-branches"):
+        spec = selfspec.wrap(model, drafter=DRAFTERS[drafter](plain), max_draft_tokens=16)
+        layers = spec._target.architecture.layers
+        assert len(layers) == 4
+        assert set(layers) <= set(model.get_decoder().modules())
+        assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()
+        assert spec.stats.fallbacks == 0
+        assert spec.stats.accepted < spec.stats.drafted  # by a part of the model, not by all of it
 
 
 @pytest.mark.parametrize("name", tiny.TREE)
