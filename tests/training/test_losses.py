@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from selfspec.training import losses
-from selfspec.training.losses import distill
+from selfspec.training.losses import _likeliest, distill
 
 VOCAB, SIZE = 13, 5
 KINDS = ("cross-entropy", "kl", "lk")
@@ -127,3 +127,9 @@ def test_bfloat16_is_close_to_float64(kind: Any) -> None:
         gradients.append(states.grad.double())
     # A rounding of the logits (2^-8 of numbers up to about 8), and one of the gradient.
     assert (gradients[0] - gradients[1]).abs().max() < 0.02 * gradients[1].abs().max()
+
+
+@pytest.mark.parametrize("size", [8192, 100, 97, 1])
+def test_the_first_of_equals_is_the_likeliest(size: int) -> None:
+    q = torch.randint(0, 8, (64, size)).float()
+    assert _likeliest(q).tolist() == q.argmax(-1).tolist()
