@@ -155,11 +155,11 @@ class _LayerDispatcher(_Dispatcher):
             output = self.like(hidden)
         else:
             output = self.run((hidden, *args), kwargs)
-        if self.index == self.count - 1:
-            if plan.first == self.count and plan.resume is not None:
-                output = self.like(plan.resume.to(hidden.device))
-            if self.count in plan.taps:
-                plan.captured[self.count] = output[0] if isinstance(output, tuple) else output
+        if plan.first == self.count == self.index + 1 and plan.resume is not None:
+            output = self.like(plan.resume.to(hidden.device))
+        for tap in plan.taps:
+            if tap > self.index:  # the next layer may not be called: some only read images
+                plan.captured[tap] = output[0] if isinstance(output, tuple) else output
         return output
 
 

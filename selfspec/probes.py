@@ -325,17 +325,17 @@ def _measure_layers(target: Target, settled: Architecture) -> Architecture:
     chain = TokenTree.chain(tokens[:, 0], tokens[:, 1:])
     with target.using(settled):
         cache = settled.new_cache(1, reserve=32, longest=1 << 20)
-        target.fill(_ids(_PROMPT, target), cache)
+        with _calls(settled.layers) as called:
+            target.fill(_ids(_PROMPT, target), cache)
         # Layers that read another's keys and values have none of their own.
-        holds = [layer.is_initialized for layer in cache.layers]
-        borrowers = frozenset(i for i, held in enumerate(holds) if not held)
+        borrowers = frozenset(i for i in called if not cache.layers[i].is_initialized)
         middle = frozenset({max(borrowers, default=settled.num_layers // 2)})
         try:
             skip = LayerPlan(skip_attention=middle, skip_mlp=middle)
             target.run(chain, chain.width, cache, skip)
-            rest = LayerPlan(last=last, taps=frozenset({last}))
+            rest = LayerPlan(last=last, taps=frozenset({0, last}))
             target.run(chain, chain.width, cache, rest, with_logits=False)
-            if (dimensions := rest.captured[last].dim()) != 3:
+            if (dimensions := rest.captured[0].dim()) != 3:
                 fault = f"they have {dimensions} dimensions, not 3"
                 settled = replace(settled, states_fault=fault)
         except Exception as exception:

@@ -11,7 +11,7 @@ import torch
 
 import selfspec
 from tests.families import sweep, tiny
-from tests.networks import RandomExit, RandomFeature, RandomHeads
+from tests.networks import RandomExit, RandomFeature, RandomHeads, random_feature
 from tests.oracle import OracleDrafter, RandomTreeDrafter
 
 NEW = 40
@@ -113,6 +113,21 @@ def test_layers_of_a_tower(model_type: str) -> None:
         assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()
         assert spec.stats.fallbacks == 0
         assert spec.stats.accepted < spec.stats.drafted  # by a part of the model, not by all of it
+
+
+@pytest.mark.parametrize("drafter", ["early-exit", "layer-skip", "heads", "trained-exit", "tapped"])
+def test_layers_that_only_read_images(drafter: str) -> None:
+    """The last layer is not called without one: not for its input, nor for the last output."""
+    model = sweep.build("mllama")
+    assert model.config.get_text_config().cross_attention_layers[0] == 3
+    prompt = tiny.prompts(3, vocab=sweep.SPECIAL)
+    plain = model.generate(**prompt, **GREEDY)
+    tapped = selfspec.FeatureDrafter(random_feature(64, 64, taps=(0, 3)))
+    made = tapped if drafter == "tapped" else DRAFTERS[drafter](plain)
+    spec = selfspec.wrap(model, drafter=made, max_draft_tokens=16)
+    assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()
+    assert spec.stats.fallbacks == 0
+    assert spec.stats.drafted > 0
 
 
 @pytest.mark.parametrize("name", tiny.TREE)
