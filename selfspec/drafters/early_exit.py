@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from selfspec.state import Acceptance, DecodeState, TargetOutput
     from selfspec.tree import TokenTree
 
-_BRANCHES = 5  # of a trained exit
+_BRANCHES = 8  # of a trained exit
 
 
 class EarlyExitDrafter(Pretrained):
@@ -46,7 +46,7 @@ class EarlyExitDrafter(Pretrained):
         branches: Draft tokens at every position, 64 at most: the best one, from which the chain
             goes on, and the next best ones, which are verified beside it while the step's budget
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
-            None: 1, and 5 with a trained exit, whose next-best tokens are good ones.
+            None: 1, and 8 with a trained exit, whose next-best tokens are good ones.
         do_sample: In requests that sample, draw the draft from the layers' own distribution instead
             of taking its likeliest tokens.
         network: A trained exit.
