@@ -62,6 +62,7 @@ class Architecture:
         states_fault: Why nothing can be trained on the states between layers; empty if it can.
         position_limit: Positions that drafts may have: those of the table, which may be learned.
             Where they are computed from frequencies there is no end to them.
+        own_window: A window that no mask of ours knows, as "name=size" of the config; or "".
         overrides: What has been put over modules and methods (hooks, a `forward`), to be compared.
     """
 
@@ -89,6 +90,7 @@ class Architecture:
     told_positions: bool = True
     padding_fault: str = ""
     position_limit: int = 1 << 30
+    own_window: str = ""
     overrides: tuple[Any, ...] = ()
 
     @property
@@ -185,6 +187,7 @@ def describe(model: PreTrainedModel) -> Architecture:
     return replace(
         description,
         windows=_windows(config),
+        own_window=_own_window(config),
         attention_names=named,
         mask_dtype=model.dtype if original == "eager" else torch.bool,
         rope_limit=limit,
@@ -206,8 +209,9 @@ def _decoder_layers(
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count and "vision" not in name
     ]
-    decoder = set((model.get_decoder() or model).modules())
-    found.sort(key=lambda entry: entry[1] not in decoder)  # stable: the outermost stays first
+    if len(found) > 1:
+        decoder = set((model.get_decoder() or model).modules())
+        found.sort(key=lambda entry: entry[1] not in decoder)  # stable: the outermost stays first
     return (found[0][0], list(found[0][1])) if found else ("", [])
 
 
@@ -288,6 +292,19 @@ def _windows(config: PretrainedConfig) -> dict[str, int]:
     if types is None:
         return {"sliding_attention" if size else "full_attention": size}
     return {kind: size if kind == "sliding_attention" else 0 for kind in sorted(set(types))}
+
+
+def _own_window(config: PretrainedConfig) -> str:
+    """A window that attention of the model's own may apply and no mask of ours knows, or "".
+
+    It goes by cache slot (gpt_neo), and may be wider than anything that is measured.
+    """
+    known = ("sliding_window", "max_window_layers")
+    for name, value in config.to_dict().items():
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if "window" in name and name not in known and is_number and value > 0:
+            return f"{name}={value}"
+    return ""
 
 
 def _computes_positions(model: nn.Module) -> bool:

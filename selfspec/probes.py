@@ -27,8 +27,6 @@ from selfspec.readout import Readout, find_readout
 from selfspec.tree import Resume, TokenTree
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from selfspec.architectures import Architecture
     from selfspec.target import Target
 
@@ -74,7 +72,7 @@ def measure(target: Target) -> Architecture:
 
 
 def _measure_support(target: Target, found: Architecture) -> Architecture:
-    window = _own_window(target.model)
+    window = found.own_window
     if found.takes_position_ids:
         error = ""
         for names in [found.attention_names, []] if found.attention_names else [[]]:
@@ -335,8 +333,11 @@ def _measure_layers(target: Target, settled: Architecture) -> Architecture:
             target.run(chain, chain.width, cache, skip)
             rest = LayerPlan(last=last, taps=frozenset({0, last}))
             target.run(chain, chain.width, cache, rest, with_logits=False)
-            if (dimensions := rest.captured[0].dim()) != 3:
-                fault = f"they have {dimensions} dimensions, not 3"
+            if (state := rest.captured.get(0)) is None:
+                fault = "text alone does not pass through the first of them"
+                return replace(settled, layers_fault=fault, states_fault=fault, resumable=False)
+            if state.dim() != 3:
+                fault = f"they have {state.dim()} dimensions, not 3"
                 settled = replace(settled, states_fault=fault)
         except Exception as exception:
             logger.debug("leaving layers out", exc_info=True)
@@ -385,16 +386,3 @@ def _path(node: int) -> list[int]:
     while _PARENTS[path[0]] >= 0:
         path.insert(0, _PARENTS[path[0]])
     return path
-
-
-def _own_window(model: PreTrainedModel) -> str:
-    """A window that attention of the model's own may apply and no mask of ours knows, or "".
-
-    It goes by cache slot (gpt_neo), and may be wider than anything that is measured.
-    """
-    known = ("sliding_window", "max_window_layers")
-    for name, value in model.config.get_text_config(decoder=True).to_dict().items():
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if "window" in name and name not in known and is_number and value > 0:
-            return f"{name}={value}"
-    return ""

@@ -12,7 +12,6 @@ so that a draft that is good already is trained for what it is used for.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ Loss = Literal["cross-entropy", "kl", "lk"]
 
 # Positions at a time: logits of 8,192 draft tokens in bf16 are 16 MB then.
 _CHUNK = 1024
+_BLOCK = 64  # of draft tokens, of which the best are compared
 _SHARPNESS = 3.0  # of the weight that "lk" gives to the divergence
 
 
@@ -78,13 +78,12 @@ def distill(
 
 def _likeliest(q: Tensor) -> Tensor:
     """`q.argmax(-1)` of [M, V]: the first of equals. On a CPU argmax takes as long as a product."""
-    blocks = math.isqrt(q.shape[1])
-    while q.shape[1] % blocks:
-        blocks -= 1
-    inner = q.unflatten(1, (blocks, -1))
+    if q.shape[1] % _BLOCK:
+        return q.argmax(-1)
+    inner = q.unflatten(1, (-1, _BLOCK))
     block = inner.amax(-1).argmax(-1)
     rows = torch.arange(len(q), device=q.device)
-    return block * inner.shape[2] + inner[rows, block].argmax(-1)
+    return block * _BLOCK + inner[rows, block].argmax(-1)
 
 
 class _Distill(torch.autograd.Function):

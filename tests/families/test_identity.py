@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import selfspec
 from tests.families import sweep, tiny
+from tests.families.shrink import tiny_config
 from tests.networks import RandomExit, RandomFeature, RandomHeads, random_feature
 from tests.oracle import OracleDrafter, RandomTreeDrafter
 
@@ -128,6 +130,22 @@ def test_layers_that_only_read_images(drafter: str) -> None:
     assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()
     assert spec.stats.fallbacks == 0
     assert spec.stats.drafted > 0
+
+
+def test_a_first_layer_that_only_reads_images_is_refused() -> None:
+    config = tiny_config("mllama")
+    config.get_text_config().cross_attention_layers = [0]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    reason = "text alone does not pass through the first of them"
+    for drafter in (RandomFeature(), selfspec.EarlyExitDrafter(2)):
+        with pytest.raises(ValueError, match=reason):
+            selfspec.wrap(model, drafter=drafter)
+
+
+def test_one_list_of_layers_needs_no_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sweep.build("llama")
+    monkeypatch.setattr(model, "get_decoder", None)
+    assert len(selfspec.wrap(model, drafter="none")._target.architecture.layers) == 4
 
 
 @pytest.mark.parametrize("name", tiny.TREE)
