@@ -300,7 +300,7 @@ def _own_window(config: PretrainedConfig) -> str:
     It goes by cache slot (gpt_neo), and may be wider than anything that is measured.
     """
     known = ("sliding_window", "max_window_layers")
-    for name, value in config.to_dict().items():
+    for name, value in vars(config).items():  # to_dict would copy deeply, at every request
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if "window" in name and name not in known and is_number and value > 0:
             return f"{name}={value}"
