@@ -38,8 +38,9 @@ class ExitContext:
             is_prompt = not any(self.cache.lengths)
             most = max(self.seen.counts) if is_prompt else AT_ONCE
             states, counts, _ = self.seen.take(most, state)
-            positions, attend = self.cache.append(states.shape[1], device)
-            self.run(states.to(device), positions, attend)
+            positions, _ = self.cache.open_next(states.shape[1], device)
+            angles = self.cache.angles(positions, states.dtype)
+            self.cache.layers[0].update(*self.network.entries(states.to(device), angles))
             self.cache.keep(counts)
 
     def run(self, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -31,15 +31,23 @@ class OwnCache(TreeCache):
         self._rotary = rotary
         self._table: Angles | None = None
 
+    def open_next(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Open the next `length` slots of every row.
+
+        Returns:
+            int64 [B, length] positions, and int32 [B] entries before them.
+        """
+        prefix, _ = self.placement(device)
+        self.open(0, length)
+        return prefix[:, None].long() + torch.arange(length, device=device), prefix
+
     def append(self, length: int, device: torch.device) -> tuple[Tensor, Attend]:
         """Open the next `length` slots of every row, to be attended to causally.
 
         Returns:
             int64 [B, length] positions, and the attention of the tokens there.
         """
-        prefix, _ = self.placement(device)
-        positions = prefix[:, None].long() + torch.arange(length, device=device)
-        self.open(0, length)
+        positions, prefix = self.open_next(length, device)
         if not any(self.lengths):
             return positions, self._attend(None)
         _, _, bits = chain_topology(length, device)

@@ -61,8 +61,7 @@ class StatesSeen:
         """Add the first `new[b]` of `states` [B, P, n C] to every row."""
         filled, most = max(self.counts), max(n + c for n, c in zip(new, self.counts, strict=True))
         if filled == 0 and states.shape[1] >= most:
-            # Not a view: products of a strided batch copy their weights.
-            self._waiting, self.counts = states[:, :most].contiguous(), new
+            self._waiting, self.counts = states[:, :most], new
             return
         if most > self._waiting.shape[1]:
             grown = states.new_zeros(states.shape[0], max(most, 2 * filled), states.shape[2])
@@ -85,8 +84,7 @@ class StatesSeen:
         """
         counts = [min(count, most) for count in self.counts]
         width = max(counts)
-        # Not a view: products of a strided batch copy their weights.
-        states = self._waiting[:, :width].contiguous()
+        states = _unstrided(self._waiting[:, :width])
         ids = torch.zeros(state.batch, width, dtype=torch.int64)
         for b, count in enumerate(counts):
             if count:
@@ -101,6 +99,16 @@ class StatesSeen:
             self._waiting = rest
         self.counts = left
         return states, counts, ids
+
+
+def _unstrided(states: Tensor) -> Tensor:
+    """[B, P, C] with rows right behind each other: else products with them copy their weights.
+
+    `contiguous` does not look at the stride of a batch of one, but products do.
+    """
+    if states.stride(0) == states.shape[1] * states.shape[2]:
+        return states.contiguous()
+    return states.clone(memory_format=torch.contiguous_format)
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

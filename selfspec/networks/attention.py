@@ -110,10 +110,18 @@ class AttentionLayer(nn.Module):
         """Self-attention of x [B, T, inputs]; [B, T, outputs]."""
         projections = self.q_proj, self.k_proj, self.v_proj
         found = self._packed(x) if self._packed else (p(x) for p in projections)
-        q, k, v = (y.unflatten(-1, (-1, self._head_dim)).transpose(1, 2) for y in found)
+        q, k, v = (self._by_head(y) for y in found)
         out = attend(_rotated(q, angles), _rotated(k, angles), v)
         projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return projected
+
+    def keys_and_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """What `attended` would pass to `attend` of x [B, T, inputs], each [B, K, T, D]."""
+        k, v = self._by_head(self.k_proj(x)), self._by_head(self.v_proj(x))
+        return _rotated(k, angles), v
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
 
 
 def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

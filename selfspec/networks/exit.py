@@ -109,3 +109,7 @@ class ExitNetwork(AttentionLayer):
             hidden = hidden + self.attended(self.attention_layernorm(hidden), angles, attend)
         out: Tensor = self.norm(hidden + self.mlp(self.input_layernorm(hidden)))
         return out
+
+    def entries(self, hidden: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, T, D] of states [B, T, C]; for an exit with attention."""
+        return self.keys_and_values(self.attention_layernorm(hidden), angles)
