@@ -201,7 +201,7 @@ def test_drafts_are_those_of_the_models_own_head(name: str, make: Any) -> None:
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("confidence", [0.0, 0.5])
+@pytest.mark.parametrize("confidence", [0.0, 0.05])
 def test_chain_first_then_leaves_by_depth(confidence: float) -> None:
     """Rows of different room: each has the chain and the leaves, or what fits of the chain."""
     drafter = selfspec.EarlyExitDrafter(3, 4, confidence, branches=3)

@@ -48,8 +48,8 @@ class Recorder(selfspec.EarlyExitDrafter):
         return tree
 
 
-def best_after(made: Any, text: list[int]) -> int:
-    """The exit's token after `text`, from nothing but its definition."""
+def best_after(made: Any, text: list[int]) -> tuple[int, float]:
+    """The exit's token after `text` and its probability, from nothing but their definition."""
     with torch.no_grad():
         ids = torch.tensor([text])
         states = model()(ids, output_hidden_states=True, use_cache=False).hidden_states[LAYER]
@@ -63,8 +63,8 @@ def best_after(made: Any, text: list[int]) -> int:
                 causal = torch.ones(len(text), len(text), dtype=torch.bool).tril()
                 return scores.masked_fill(~causal, -torch.inf).softmax(-1) @ v
 
-        read = made(states, angles, attend)[0, -1]
-        return int(made.head.ids[made.head(read).argmax()])
+        top = made.head(made(states, angles, attend)[0, -1]).softmax(-1).max(-1)
+        return int(made.head.ids[top.indices]), float(top.values)
 
 
 @pytest.mark.parametrize("attends", [False, True])
@@ -83,9 +83,37 @@ def test_drafts_are_what_the_network_says(attends: bool, batch: int) -> None:
         for b, text in enumerate(texts):
             tokens = tree.tokens[b, 1 : int(tree.num_nodes[b])].tolist()
             for at, token in enumerate(tokens):
-                assert token == best_after(made, text + tokens[:at])
+                assert token == best_after(made, text + tokens[:at])[0]
                 checked += 1
     assert checked > 5
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_chain_goes_on_while_it_is_probable(do_sample: bool) -> None:
+    """As a whole: a sure token behind an unsure one is as unlikely to be reached."""
+    made, confidence = network(True), 0.3
+    drafter = Recorder(
+        network=made, max_draft_tokens=4, confidence=confidence, branches=1, do_sample=do_sample
+    )
+    spec = selfspec.wrap(model(), drafter)
+    torch.manual_seed(0)
+    settings = {"max_new_tokens": 40, "do_sample": do_sample, "top_k": 0}
+    spec.generate(tiny.prompts(1)["input_ids"], **settings)
+    lengths = []
+    for (text,), tree in drafter.drafts:
+        tokens, path = tree.tokens[0, 1:].tolist(), []
+        for at, token in enumerate(tokens):
+            if do_sample:
+                assert tree.log_q is not None
+                found = float(tree.log_q[0, at, token].exp())
+            else:
+                found = best_after(made, text + tokens[:at])[1]
+            path.append(found * (path[-1] if path else 1.0))
+        assert all(p >= confidence for p in path[:-1])
+        if len(tokens) < 4 and tree is not drafter.drafts[-1][1]:
+            assert path[-1] < confidence
+        lengths.append(len(tokens))
+    assert len(set(lengths)) > 1
 
 
 @pytest.mark.parametrize("attends", [False, True])

@@ -41,8 +41,8 @@ class EarlyExitDrafter(Pretrained):
         exit_layer: How many layers the draft runs, a count: `exit_layer=8` uses layers 0..7. None
             takes a third of the model, or what `network` was trained for.
         max_draft_tokens: Longest chain.
-        confidence: Stop a row's chain after a token whose draft probability was below this. With
-            `branches`, the rows of a batch stop together, when the last one would.
+        confidence: Go on with a row's chain while it is at least this probable, as the draft sees
+            it. With `branches`, the rows of a batch stop together, when the last one would.
         branches: Draft tokens at every position, 64 at most: the best one, from which the chain
             goes on, and the next best ones, which are verified beside it while the step's budget
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
@@ -65,7 +65,7 @@ class EarlyExitDrafter(Pretrained):
         self,
         exit_layer: int | None = None,
         max_draft_tokens: int = 4,
-        confidence: float = 0.4,
+        confidence: float = 0.5,
         branches: int | None = None,
         do_sample: bool = False,
         network: ExitNetwork | None = None,

@@ -64,8 +64,8 @@ class LayerSkipDrafter:
         skip_set: A `SkipSet`, or an iterable of whole layers. None skips every second layer of the
             middle half of the model.
         max_draft_tokens: Longest chain.
-        confidence: Stop a row's chain after a token whose draft probability was below this. With
-            `branches`, the rows of a batch stop together, when the last one would.
+        confidence: Go on with a row's chain while it is at least this probable, as the draft sees
+            it. With `branches`, the rows of a batch stop together, when the last one would.
         branches: Draft tokens at every position, 64 at most: the best one, from which the chain
             goes on, and the next best ones, which are verified beside it while the step's budget
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.

@@ -46,7 +46,8 @@ class MtpDrafter:
             loads it from the checkpoint that the model came from, when the drafter first meets it.
         max_draft_tokens: Longest chain. None: a token for every layer of the module, which is what
             it was trained for; beyond that the last layer goes on from its own output.
-        confidence: Stop a row's chain after a token whose draft probability was below this.
+        confidence: Go on with a row's chain while it is at least this probable, as the draft sees
+            it.
         branches: Draft tokens at every position, 64 at most: the best one, from which the chain
             goes on, and the next best ones, which are verified beside it while the step's budget
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
@@ -224,6 +225,7 @@ class _Chain:
         self._growing = self._length > 0
         self._levels: list[Tensor] = []
         self._chain = state.root[:, None]
+        self._path = torch.ones(state.batch, device=state.root.device)  # probability of the chain
         self._log_q: list[Tensor] = []
 
     def add(self, logits: Tensor) -> Tensor:
@@ -253,7 +255,8 @@ class _Chain:
         self._depth = self._depth + self._growing
         self._growing = self._growing & (self._length > level + 1)
         if top1 is not None:
-            self._growing = self._growing & (top1 >= self.confidence)
+            self._path = self._path * top1
+            self._growing = self._growing & (self._path >= self.confidence)
             # The one host read while drafting: going on for nobody costs more than asking.
             self.ended = not bool(self._growing.any())
         return ids[:, 0]

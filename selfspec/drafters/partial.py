@@ -65,8 +65,9 @@ def draft_chain(
         shared: The first `shared` layers run complete: their keys, values and the states they end
             in are kept for verification.
         num_tokens: Longest chain.
-        confidence: A row stops after a token whose draft probability was below this. (After, not
-            before: the decision may depend on tokens that are kept, never on one thrown away.)
+        confidence: A row goes on while its chain, as the draft sees it, is at least this probable:
+            one more token is worth the probability that verification gets to it. (The token that
+            makes it less probable is kept: the decision may not depend on one thrown away.)
         branches: Draft tokens at every position: the one that goes on and the next best ones as its
             leaf siblings, the first positions first. Models that verify chains only get no leaves.
         budget: Most draft tokens a row, leaves included; only leaves need it.
@@ -97,6 +98,7 @@ def draft_chain(
     states: list[Tensor] = []
     siblings: list[Tensor] = []
     log_q: list[Tensor] = []
+    path = torch.ones(state.batch, device=device)  # probability of every row's chain
     for depth in range(1, min(num_tokens, max(rooms) - 1) + 1):
         logits = target.run(tree, 1, cache, plan, with_logits=readout is None)
         if logits.shape[-1] > target.vocab_size:  # a head padded beyond what can be embedded
@@ -126,7 +128,8 @@ def draft_chain(
         num_nodes = num_nodes + growing
         growing = growing & (room > depth + 1)
         if top1 is not None:
-            growing = growing & (top1.to(device) >= confidence)
+            path = path * top1.to(device)
+            growing = growing & (path >= confidence)
             # The one host read while drafting: going on for nobody costs more than asking.
             if not bool(growing.any()):
                 break
