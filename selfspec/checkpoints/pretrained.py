@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from selfspec.checkpoints.base_model import BaseModel
     from selfspec.checkpoints.folder import Kind
 
+MODEL_CARD = "README.md"
+
 
 class Pretrained:
     """A drafter with a trained `network`, made by `cls(network=network, **options)`.
@@ -96,6 +98,8 @@ class Pretrained:
     ) -> str:
         """Write the network to a repository on the Hugging Face Hub.
 
+        A repository without a model card is given one.
+
         Args:
             repo_id: Is made if need be.
             base: As for `save_pretrained`.
@@ -112,12 +116,21 @@ class Pretrained:
         """
         from huggingface_hub import HfApi
 
+        from selfspec.checkpoints.find import load
+        from selfspec.checkpoints.folder import card_of
+        from selfspec.checkpoints.model_card import model_card
+
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, base=base, **card)
-            repo = api.create_repo(repo_id, private=private, exist_ok=True)
+            repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if not api.file_exists(repo, MODEL_CARD):
+                written = card_of(load(folder))
+                assert written is not None
+                page = model_card(self.network_kind, written, repo)
+                (Path(folder) / MODEL_CARD).write_text(page)
             commit = api.upload_folder(
-                repo_id=repo.repo_id, folder_path=folder, commit_message=commit_message
+                repo_id=repo, folder_path=folder, commit_message=commit_message
             )
         return str(commit)
 
