@@ -32,7 +32,10 @@ DRAFTERS = {"feature": "feature", "heads": "heads", "exit": "early-exit"}
 def chosen(path: Path, per_task: int, seed: int = 0) -> list[dict[str, Any]]:
     """`per_task` prompts of every task, always the same ones of a file."""
     by_task: dict[str, list[dict[str, Any]]] = {}
-    for line in path.read_text().splitlines():
+    # By line ends alone: prompts may hold other separators that splitlines knows.
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        if not line.strip():
+            continue
         row = json.loads(line)
         by_task.setdefault(row["task"], []).append(row)
     order = random.Random(seed)

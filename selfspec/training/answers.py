@@ -211,7 +211,8 @@ def _number(seed: int, *names: str) -> int:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
