@@ -1,8 +1,9 @@
 """Losses between a draft's distribution q and the target's p, through a large head.
 
 The target's distribution comes as its most probable tokens. Everything that has a value for every
-token of the vocabulary (logits, probabilities, their gradient) exists for some positions at a time
-and is never kept: the gradients of the states and of the head are made on the way forward.
+token of the vocabulary exists for some positions at a time and is never kept: logits and
+probabilities for as few as fit into a processor's cache, the gradient of the logits for a chunk,
+from which those of the states and of the head are made at once, on the way forward.
 
 Soft cross entropy and Kullback-Leibler divergence have the same gradient. `"lk"` is the hybrid of
 divergence and acceptance of https://arxiv.org/abs/2602.23881: with alpha = sum(min(p, q)), the
@@ -13,15 +14,15 @@ so that a draft that is good already is trained for what it is used for.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 Loss = Literal["cross-entropy", "kl", "lk"]
 
-# Positions at a time: logits of 8,192 draft tokens in bf16 are 16 MB then.
-_CHUNK = 1024
+# Positions at a time: with 8,192 draft tokens a gradient in bf16 is 32 MB, logits in float32 are 4.
+_CHUNK, _ROWS = 2048, 128
 _BLOCK = 64  # of draft tokens, of which the best are compared
 _SHARPNESS = 3.0  # of the weight that "lk" gives to the divergence
 
@@ -86,6 +87,37 @@ def _likeliest(q: Tensor) -> Tensor:
     return block * _BLOCK + inner[rows, block].argmax(-1)
 
 
+class _Compared(NamedTuple):
+    """q and p at some positions."""
+
+    own: Tensor  # [M, K] q of the tokens of p
+    likeliest: Tensor  # int64 [M], of q
+    loss: Tensor  # [M]
+    slopes: Tensor  # [M, Vd] d loss / d logits
+
+
+def _compare(logits: Tensor, index: Tensor, given: Tensor, p: Tensor, kind: Loss) -> _Compared:
+    tiny = torch.finfo(logits.dtype).tiny
+    q = torch.softmax(logits, -1)
+    own, likeliest = q.gather(1, index), _likeliest(q)
+    entropy = torch.special.entr(p).sum(-1)
+    divergence = -(p * own.clamp_min(tiny).log()).sum(-1) - entropy
+    # d KL / d logits = q - p.
+    loss, correction = divergence if kind == "kl" else divergence + entropy, -p
+    if kind == "lk":
+        alpha = (torch.minimum(p, own) * given).sum(-1)
+        slope = torch.exp(-_SHARPNESS * alpha)
+        loss = slope * divergence + (1 - slope) * (1 - alpha)
+        # The weight itself is not differentiated: it says how far training has come.
+        pull = (1 - slope)[:, None]
+        # d alpha / d logits = q (1[q < p] - sum of q where q < p).
+        below = torch.where(given & (own < p), own, 0.0)
+        correction = slope[:, None] * correction - pull * below
+        q *= slope[:, None] + pull * below.sum(-1, keepdim=True)
+    q.scatter_add_(1, index, torch.where(given, correction, 0.0))
+    return _Compared(own, likeliest, loss, q)
+
+
 class _Distill(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -111,53 +143,39 @@ class _Distill(torch.autograd.Function):
         unit = trained / trained.sum().clamp_min(tiny)
         counted = weights / total.clamp_min(tiny)
         grad_states = torch.zeros_like(states)
-        wants_matrix = ctx.needs_input_grad[1]
-        grad_matrix = torch.zeros_like(matrix, dtype=wide) if wants_matrix else None
+        grad_matrix: Tensor | None = None
         loss = torch.zeros((), dtype=wide, device=states.device)
         counts = torch.zeros(2 + ranks, dtype=wide, device=states.device)
-        for at in range(0, states.shape[0], _CHUNK):
-            part = slice(at, at + _CHUNK)
-            x, share = states[part], unit[part]
-            index, given, target = tokens[part].clamp(min=0), inside[part], p[part]
-            logits = x @ matrix.t()
-            q = torch.softmax(logits.to(wide), -1)
-            own = q.gather(1, index)
-            log_own = own.clamp_min(tiny).log()
-            entropy = torch.special.entr(target).sum(-1)
-            divergence = -(target * log_own).sum(-1) - entropy
-            alpha = (torch.minimum(target, own) * given).sum(-1)
-            slope = torch.ones_like(alpha)
-            pull = torch.zeros_like(alpha)
-            if kind == "lk":
-                slope = torch.exp(-_SHARPNESS * alpha)
-                value = slope * divergence + (1 - slope) * (1 - alpha)
-                # The weight itself is not differentiated: it says how far training has come.
-                pull = 1 - slope
-            else:
-                value = divergence if kind == "kl" else divergence + entropy
-            loss += (share * value).sum()
-            seen = counted[part]
-            right = (_likeliest(q) == index[:, 0]) & given[:, 0]
-            counts[0] += (seen * right).sum()
-            counts[1] += (seen * torch.minimum(true[part], own).sum(-1)).sum()
-            if ranks:
-                first = logits.gather(1, index[:, :1])
-                above = (logits > first).sum(-1)
-                for r in range(ranks):
-                    counts[2 + r] += (seen * ((above == r) & given[:, 0])).sum()
-            # d KL / d logits = q - p;  d alpha / d logits = q (1[q < p] - sum of q where q < p).
-            below = torch.where(given & (own < target), own, 0.0)
-            scale = share * (slope + pull * below.sum(-1))
-            correction = -(share * slope)[:, None] * target - (share * pull)[:, None] * below
-            q *= scale[:, None]
-            q.scatter_add_(1, index, torch.where(given, correction, 0.0))
-            gradient = q.to(x.dtype)
-            grad_states[part] = gradient @ matrix
-            if grad_matrix is not None:
-                grad_matrix += gradient.t() @ x
-        ctx.save_for_backward(
-            grad_states, None if grad_matrix is None else grad_matrix.to(matrix.dtype)
-        )
+        # Elsewhere there are enough processors for a chunk, and launches cost more than a cache.
+        rows = _ROWS if states.device.type == "cpu" else _CHUNK
+        for start in range(0, states.shape[0], _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            # Of the logits, but for the share of the position, which both products below have.
+            gradient = states.new_empty(states[chunk].shape[0], matrix.shape[0])
+            for at in range(start, start + gradient.shape[0], rows):
+                part = slice(at, min(at + rows, start + _CHUNK))
+                index, given, seen = tokens[part].clamp(min=0), inside[part], counted[part]
+                logits = states[part] @ matrix.t()
+                found = _compare(logits.to(wide), index, given, p[part], kind)
+                gradient[at - start : part.stop - start] = found.slopes
+                loss += (unit[part] * found.loss).sum()
+                right = (found.likeliest == index[:, 0]) & given[:, 0]
+                counts[0] += (seen * right).sum()
+                counts[1] += (seen * torch.minimum(true[part], found.own).sum(-1)).sum()
+                if ranks:
+                    above = (logits > logits.gather(1, index[:, :1])).sum(-1)
+                    for r in range(ranks):
+                        counts[2 + r] += (seen * ((above == r) & given[:, 0])).sum()
+            share = unit[chunk, None]
+            grad_states[chunk] = share * (gradient @ matrix)
+            if ctx.needs_input_grad[1]:
+                product = gradient.t() @ (share * states[chunk]).to(states.dtype)
+                grad_matrix = product if grad_matrix is None else grad_matrix.to(wide) + product
+        if grad_matrix is not None:
+            grad_matrix = grad_matrix.to(matrix.dtype)
+        elif ctx.needs_input_grad[1]:
+            grad_matrix = torch.zeros_like(matrix)
+        ctx.save_for_backward(grad_states, grad_matrix)
         counts = torch.cat([total[None], counts])
         ctx.mark_non_differentiable(counts)
         return loss, counts

@@ -54,9 +54,13 @@ def plain(kind: str, states: Tensor, matrix: Tensor, **given: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("k", [1, 4, VOCAB + 3])
+@pytest.mark.parametrize(("chunk", "rows"), [(7, 3), (7, 7), (64, 5)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients(kind: Any, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "_CHUNK", 7)  # several chunks, the last one short
+def test_values_and_gradients(
+    kind: Any, k: int, chunk: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "_CHUNK", chunk)  # several, the last one short
+    monkeypatch.setattr(losses, "_ROWS", rows)
     given = problem(23, k)
     found, expected = (
         {n: t.clone().requires_grad_(n in ("states", "matrix")) for n, t in given.items()}
