@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,32 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Of [..., C]."""
+        if torch.is_grad_enabled():
+            out: Tensor = _TrainedRMSNorm.apply(x, self.weight, self.eps)
+            return out
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _TrainedRMSNorm(torch.autograd.Function):
+    """The same, at half the time of a backward that autograd makes of its steps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, scale, weight)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, scale, weight = ctx.saved_tensors
+        normed = x.to(scale.dtype) * scale
+        to_normed = gradient.to(scale.dtype)
+        shares = to_normed * normed
+        to_weight = shares.flatten(0, -2).sum(0)
+        along = (shares @ weight.to(scale.dtype))[..., None] / x.shape[-1]
+        to_x = (to_normed * weight).addcmul_(normed, along, value=-1).mul_(scale)
+        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
 
 
 class Packed:
