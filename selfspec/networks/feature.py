@@ -141,13 +141,19 @@ class FeatureNetwork(AttentionLayer):
         Returns:
             [B, T, C]: features of the next positions; `head(self.readout(...))` has the logits.
         """
-        c = self.config
-        if c.layout == "eagle3":
+        return self.layer(*self.inputs(embedded, feature), angles, attend)
+
+    def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention projects, and where the residual stream starts."""
+        if self.config.layout == "eagle3":
             normed = self.hidden_norm(feature)
             x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
-            residual = normed if c.norm_before_residual else feature
-        else:
-            x = residual = self.fc(torch.cat([embedded, feature], dim=-1))
+            return x, normed if self.config.norm_before_residual else feature
+        fused = self.fc(torch.cat([embedded, feature], dim=-1))
+        return fused, fused
+
+    def layer(self, x: Tensor, residual: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """`forward` from what `inputs` gives."""
         residual = residual + self.attended(x, angles, attend)
         out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return out

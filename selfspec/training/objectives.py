@@ -110,15 +110,16 @@ class Objective:
         if self.normed:
             taps = self._final_norm(taps)
         if isinstance(network, ExitNetwork):
-            yield exit_states(network, taps)[keep[0]]
+            yield exit_states(network, taps, keep[0])
             return
         embedded = self._embedded(batch.ids[:, 1:], taps.dtype)
         embedded = pad(embedded, (0, 0, 0, self.depths))
         length = taps.shape[1]
         if isinstance(network, FeatureNetwork):
             window = embedded[:, : length + self.depths - 1]
-            for s, feature in enumerate(unroll(network, window, taps, self.depths)):
-                yield network.readout(feature[keep[s]])
+            anyhow = torch.stack(keep).any(0)
+            for s, feature in enumerate(unroll(network, window, taps, self.depths, anyhow)):
+                yield network.readout(feature[keep[s][anyhow]])
             return
         for k in range(self.depths):
             path = None

@@ -54,18 +54,25 @@ def predicted(objective: Objective, batch: Batch, row: int, t: int, depth: int) 
     state = batch.taps[row, t]
     if isinstance(network, FeatureNetwork):
         window = torch.nn.functional.pad(embedded[1:], (0, 0, 0, objective.depths))[: t + 1 + depth]
-        *_, feature = unroll(network, window[None], batch.taps[row : row + 1, : t + 1], depth + 1)
-        hidden, head = network.readout(feature[0, t]), network.head
+        taps = batch.taps[row : row + 1, : t + 1]
+        *_, feature = unroll(network, window[None], taps, depth + 1, last(t))
+        hidden, head = network.readout(feature[0]), network.head
     elif isinstance(network, HeadsNetwork):
         normed = model.model.norm(state.float()).double()
         hidden = network(depth, normed, embedded[t + 1 : t + 2 + depth])
         head = network.head(depth)
     else:
         assert isinstance(network, ExitNetwork)
-        hidden, head = exit_states(network, batch.taps[row : row + 1, : t + 1])[0, t], network.head
+        taps = batch.taps[row : row + 1, : t + 1]
+        hidden, head = exit_states(network, taps, last(t))[0], network.head
     out = torch.full((64,), -torch.inf, dtype=torch.float64)
     out[head.ids] = head(hidden)
     return out
+
+
+def last(t: int) -> Tensor:
+    """Of t + 1 positions, in one row."""
+    return torch.arange(t + 1)[None] == t
 
 
 def by_definition(objective: Objective, batch: Batch, prompt_weight: float) -> list[Tensor]:
