@@ -73,7 +73,7 @@ def states(options: argparse.Namespace, model: Any) -> None:
         model,
         _answered(options),
         options.work / "states",
-        options.taps or _taps(model),
+        options.taps or default_taps(model),
         max_length=options.max_length,
     )
     print(f"{len(found.lengths)} texts, {sum(found.lengths):,} tokens in {found.folder}")
@@ -103,14 +103,15 @@ def _answers_file(options: argparse.Namespace) -> Path:
     return options.answers or options.work / "answers.jsonl"
 
 
-def _taps(model: Any) -> tuple[int, ...]:
+def default_taps(model: Any) -> tuple[int, ...]:
     """What the default configs of all kinds read."""
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     wanted = {2, layers // 2, layers - 3, max(1, layers // 3), layers}
     return tuple(sorted(tap for tap in wanted if 0 <= tap <= layers))
 
 
-def _pair(text: str) -> tuple[str, str]:
+def named_value(text: str) -> tuple[str, str]:
+    """NAME=VALUE; what is no JSON is a word."""
     name, _, value = text.partition("=")
     try:
         json.loads(value)
@@ -146,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     fitted.add_argument("--license", help="of the draft, an SPDX name")
     fitted.add_argument(
         "--set",
-        type=_pair,
+        type=named_value,
         nargs="+",
         default=[],
         metavar="NAME=VALUE",

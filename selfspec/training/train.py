@@ -186,7 +186,9 @@ class _Run:
             batch: Batch = self.states.read(rows, self.objective.taps)
             return batch
 
-        found = ahead(read, batches) if self.states.in_memory else map(read, batches)
+        # On a CPU a second thread takes time from the first: the threads of its operations spin.
+        apart = self.states.in_memory and self.device.type != "cpu"
+        found = ahead(read, batches) if apart else map(read, batches)
         for batch in found:
             yield batch.to(self.device, self.dtype)
 
