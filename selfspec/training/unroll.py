@@ -24,13 +24,13 @@ class _Kept:
     """The N positions that are drafted from: as a list, and row by row for attention.
 
     Args:
-        keep: bool [B, T], True somewhere.
+        keep: bool [B, T].
     """
 
     def __init__(self, keep: Tensor) -> None:
         rows, self.positions = keep.nonzero(as_tuple=True)
         columns = (keep.cumsum(1) - 1)[keep]
-        self.shape = keep.shape[0], int(columns.max()) + 1  # B, M
+        self.shape = keep.shape[0], int(keep.sum(1).max())  # B, M
         self._back = rows * self.shape[1] + columns
         # A row that has fewer than M of them asks for the first one of all once more.
         self._there = self._back.new_zeros(self.shape[0] * self.shape[1])
@@ -66,9 +66,6 @@ def unroll(
     """
     c = network.config
     length = taps.shape[1]
-    if not keep.any():
-        yield from [taps.new_zeros(0, c.hidden_size)] * steps
-        return
     kept = _Kept(keep)
     positions = torch.arange(length + steps - 1, device=taps.device)[None]
     cos, sin = network.rotary(positions, taps.dtype)
@@ -126,8 +123,8 @@ def exit_states(network: ExitNetwork, taps: Tensor, keep: Tensor) -> Tensor:
         [N, C], row by row of `keep`.
     """
     states = taps[keep]
-    if not (network.config.num_heads and len(states)):
-        out: Tensor = network(states) if not network.config.num_heads else states
+    if not network.config.num_heads:
+        out: Tensor = network(states)
         return out
     kept = _Kept(keep)
     positions = torch.arange(taps.shape[1], device=taps.device)[None]
