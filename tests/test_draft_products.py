@@ -20,12 +20,14 @@ class Products(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.rows: list[tuple[tuple[int, ...], int]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
             self.seen[func.overloadpacket.__name__, tuple(args[1].shape)] += 1
+            self.rows.append((tuple(args[1].shape), args[0].shape[0]))
         return func(*args, **(kwargs or {}))
 
 
@@ -66,3 +68,13 @@ def test_an_exit_makes_keys_and_values_of_the_past_and_nothing_else() -> None:
     drafter = selfspec.EarlyExitDrafter(network=network, max_draft_tokens=3, confidence=0.0)
     for seen, tree in products(drafter, 1):
         assert seen.seen["mm", (inner, 64)] == tree.max_depth  # a token each, none for the past
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_of_a_prompt_a_feature_draft_wants_keys_and_values_and_one_output(batch: int) -> None:
+    network = random_feature(64, 64)
+    inner = network.config.intermediate_size
+    (first, _), *_ = products(selfspec.FeatureDrafter(network, width=4), batch)
+    rows = [rows for shape, rows in first.rows if shape == (inner, 64)]
+    assert rows[0] == batch
+    assert max(rows) <= 4 * batch

@@ -53,14 +53,12 @@ class FeatureSteps:
         A row without any, which has ended, keeps the output that it had.
         """
         seen, device = self.seen, state.root.device
+        if any(seen.counts) and not any(self.cache.lengths):
+            self._last = self._read_prompt(state)
         while any(seen.counts):
-            is_prompt = not any(self.cache.lengths)
-            states, counts, tokens = seen.take(max(seen.counts) if is_prompt else AT_ONCE, state)
-            if self._norm is not None:
-                states = self._norm(states)
-            positions, attend = self.cache.append(states.shape[1], device)
-            feature = self.network.fuse(states.to(device, self.network.o_proj.weight.dtype))
-            out = self.run(feature, tokens.to(device), positions, attend)
+            feature, tokens, counts = self._take(AT_ONCE, state)
+            positions, attend = self.cache.append(tokens.shape[1], device)
+            out = self.run(feature, tokens, positions, attend)
             self.cache.keep(counts)
             at = torch.tensor(counts, device=device).clamp(min=1) - 1
             last = out[torch.arange(state.batch, device=device), at]
@@ -70,6 +68,35 @@ class FeatureSteps:
             self._last = last
         assert self._last is not None
         return self._last[:, None]
+
+    def _read_prompt(self, state: DecodeState) -> Tensor:
+        """Keys and values of all of it, and the output at its end alone, [B, C]."""
+        cache, device = self.cache, state.root.device
+        feature, tokens, counts = self._take(max(self.seen.counts), state)
+        embedded = self._embed()(tokens).to(feature.dtype)
+        x, residual = self.network.inputs(embedded, feature)
+        positions, _ = cache.open_next(tokens.shape[1], device)
+        angles = cache.angles(positions, feature.dtype)
+        cache.layers[0].update(*self.network.keys_and_values(x, angles))
+        # The last entry is made once more, as a node behind the others, which attends.
+        cache.keep([max(count - 1, 0) for count in counts])
+        prefix, _ = cache.placement(device)
+        itself = torch.ones(state.batch, 1, 1, dtype=torch.int64, device=device)
+        attend = cache.expand(0, itself, prefix)
+        rows, end = torch.arange(state.batch, device=device)[:, None], prefix.long()[:, None]
+        angles = cache.angles(end, feature.dtype)
+        out = self.network.layer(x[rows, end], residual[rows, end], angles, attend)
+        cache.keep([min(count, 1) for count in counts])
+        return out[:, 0]
+
+    def _take(self, most: int, state: DecodeState) -> tuple[Tensor, Tensor, list[int]]:
+        """Features [B, P, C] of at most so many states that wait, tokens after them, and counts."""
+        device = state.root.device
+        states, counts, tokens = self.seen.take(most, state)
+        if self._norm is not None:
+            states = self._norm(states)
+        feature = self.network.fuse(states.to(device, self.network.o_proj.weight.dtype))
+        return feature, tokens.to(device), counts
 
     def run(self, feature: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One forward; keys and values go to the slots that the cache was opened at.

@@ -9,7 +9,7 @@ from selfspec_kernels import TreeLayout, tree_attention
 from torch import Tensor
 
 from selfspec.cache import TreeCache
-from selfspec.networks.attention import Angles, Attend, causal
+from selfspec.networks.attention import Angles, Attend
 from selfspec.topology import chain_topology
 
 _ENDLESS = 1 << 30
@@ -48,8 +48,6 @@ class OwnCache(TreeCache):
             int64 [B, length] positions, and the attention of the tokens there.
         """
         positions, prefix = self.open_next(length, device)
-        if not any(self.lengths):
-            return positions, self._attend(None)
         _, _, bits = chain_topology(length, device)
         depth = torch.zeros(self.batch, length, dtype=torch.int32, device=device)
         layout = TreeLayout(bits.expand(self.batch, -1, -1), depth, prefix, self.width)
@@ -71,11 +69,9 @@ class OwnCache(TreeCache):
         depth = torch.zeros(self.batch, nodes + width, dtype=torch.int32, device=prefix.device)
         return self._attend(TreeLayout(ancestors, depth, prefix, self.width))
 
-    def _attend(self, layout: TreeLayout | None) -> Attend:
+    def _attend(self, layout: TreeLayout) -> Attend:
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             kept_keys, kept_values = self.layers[0].update(keys, values)
-            if layout is None:
-                return causal(queries, keys, values)
             return tree_attention(queries, kept_keys, kept_values, layout)
 
         return attend

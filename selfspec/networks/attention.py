@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from selfspec.networks.blocks import Packed
 
@@ -122,11 +121,6 @@ class AttentionLayer(nn.Module):
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
-
-
-def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The `Attend` of a whole text."""
-    return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
 
 
 def _rotated(x: Tensor, angles: Angles) -> Tensor:
