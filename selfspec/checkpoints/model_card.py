@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from selfspec.checkpoints.folder import Card, Kind
+if TYPE_CHECKING:
+    from selfspec.checkpoints.folder import Kind
 
 # What `selfspec.wrap` calls the drafter of a kind.
 _DRAFTERS: dict[Kind, str] = {"feature": "feature", "heads": "heads", "exit": "early-exit"}
@@ -15,21 +17,22 @@ _WHAT: dict[Kind, str] = {
 }
 
 
-def model_card(kind: Kind, card: Card, repo_id: str) -> str:
+def model_card(values: Mapping[str, Any], repo_id: str) -> str:
     """Markdown with the metadata that the Hub reads.
 
     Args:
-        kind: Of the draft.
-        card: What is known of it.
+        values: config.json of the draft, in the own format.
         repo_id: Where it will lie.
     """
     from huggingface_hub import ModelCardData
 
-    name = card.base.name or "the base model"
+    kind: Kind = values["kind"]
+    base = values["base"]["name"]
+    name = base or "the base model"
     metadata = ModelCardData(
         # A model that was loaded from a folder has no page to point at.
-        base_model=card.base.name if card.base.name.count("/") == 1 else None,
-        license=card.license,
+        base_model=base if base.count("/") == 1 else None,
+        license=values["license"],
         library_name="selfspec",
         pipeline_tag="text-generation",
         tags=["selfspec", "speculative-decoding", kind],
@@ -45,8 +48,8 @@ def model_card(kind: Kind, card: Card, repo_id: str) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         f'spec = selfspec.wrap(model, "{_DRAFTERS[kind]}", drafts="{repo_id}")\n'
         "```\n",
-        *_held_out(card.evaluation),
-        *_training(card.training),
+        *_held_out(values["evaluation"]),
+        *_training(values["training"]),
     ]
     return "\n".join(parts)
 

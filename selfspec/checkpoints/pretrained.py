@@ -116,19 +116,17 @@ class Pretrained:
         """
         from huggingface_hub import HfApi
 
-        from selfspec.checkpoints.find import load
-        from selfspec.checkpoints.folder import card_of
+        from selfspec.checkpoints.folder import CONFIG
         from selfspec.checkpoints.model_card import model_card
+        from selfspec.checkpoints.tensors import read_json
 
         api = HfApi(token=token)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, base=base, **card)
             repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
             if not api.file_exists(repo, MODEL_CARD):
-                written = card_of(load(folder))
-                assert written is not None
-                page = model_card(self.network_kind, written, repo)
-                (Path(folder) / MODEL_CARD).write_text(page)
+                page = model_card(read_json(Path(folder) / CONFIG), repo)
+                (Path(folder) / MODEL_CARD).write_text(page, encoding="utf-8")
             commit = api.upload_folder(
                 repo_id=repo, folder_path=folder, commit_message=commit_message
             )

@@ -144,7 +144,15 @@ class FeatureNetwork(AttentionLayer):
         return self.layer(*self.inputs(embedded, feature), angles, attend)
 
     def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention projects, and where the residual stream starts."""
+        """What attention projects, and where the residual stream starts.
+
+        Args:
+            embedded: As for `forward`.
+            feature: Likewise.
+
+        Returns:
+            [B, T, inputs of `q_proj`] and [B, T, C].
+        """
         if self.config.layout == "eagle3":
             normed = self.hidden_norm(feature)
             x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
@@ -153,7 +161,7 @@ class FeatureNetwork(AttentionLayer):
         return fused, fused
 
     def layer(self, x: Tensor, residual: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """`forward` from what `inputs` gives."""
+        """`forward` from what `inputs` gives, of all its positions or of some; [B, T, C]."""
         residual = residual + self.attended(x, angles, attend)
         out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return out

@@ -81,7 +81,9 @@ def unroll(
         asked, own_key, own_value = (x[0].transpose(0, 1) for x in (queries, own_keys, own_values))
         if step:  # those of the first step are among all
             scaled = own_key * c.head_dim**-0.5
-            later.append(tuple(x.repeat_interleave(groups, 1) for x in (scaled, own_value)))  # type: ignore[arg-type]
+            later.append(
+                (scaled.repeat_interleave(groups, 1), own_value.repeat_interleave(groups, 1))
+            )
         packed = rearrange(
             kept.by_row(asked), "b m (k g) d -> b k (g m) d", k=c.num_key_value_heads
         )
