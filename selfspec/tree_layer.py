@@ -120,12 +120,20 @@ class TreeLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def get_seq_length(self) -> int:
-        """Slots before the tokens of the current call."""
-        return self.filled if self.cache.window is None else self.cache.window[0]
+        """Slots before the tokens of the current call; 0 in a layer that never had any.
+
+        Of the latter a model may ask whether there is anything to attend to (Mllama's layers for
+        images, transformers 5.10).
+        """
+        return self._start if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number of key slots the next call sees, offset of the first)."""
-        return self.get_seq_length() + query_length, 0
+        return self._start + query_length, 0
+
+    @property
+    def _start(self) -> int:
+        return self.filled if self.cache.window is None else self.cache.window[0]
 
     def get_max_length(self) -> int:
         """-1: grows as needed (the name since transformers 5.13)."""
