@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -63,7 +63,11 @@ class Target:
             return known
         self.architecture = described = describe(self.model)
         with torch.no_grad(), _evaluating(self.model):
-            found = _Measurement(described, measure(self), looks)
+            with _without_autocast(self.device.type):
+                measured = measure(self)
+            if measured.support == "none" and _autocasts(self.device.type):
+                measured = measure(self)  # parts of different dtype, which run in no other way
+        found = _Measurement(described, measured, looks)
         _MEASURED[id(self.model)] = found
         return found
 
@@ -281,6 +285,18 @@ def _looks(model: PreTrainedModel, deterministic: bool) -> tuple[Any, ...]:
     weights = [*model.parameters(), *model.buffers()]
     versions = tuple(None if w.is_inference() else w._version for w in weights)
     return deterministic, fingerprint(model), versions
+
+
+def _autocasts(device_type: str) -> bool:
+    available = torch.amp.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """What is found under autocast, by its rounding, would be kept for requests without it."""
+    if not _autocasts(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 @contextmanager

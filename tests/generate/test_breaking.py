@@ -204,6 +204,21 @@ def test_under_autocast_and_after_it(batch: int, drafter: str, graphs: bool) -> 
             assert out.equal(model.generate(**prompt, max_new_tokens=12))
 
 
+def test_what_a_model_can_do_is_not_found_by_the_rounding_of_autocast() -> None:
+    """What is found when a model is wrapped is kept for all its requests."""
+    model = copy.deepcopy(tiny.build("llama_gqa3"))
+    with torch.autocast("cpu", torch.bfloat16):
+        spec = selfspec.wrap(model, "early-exit")
+        spec.generate(**tiny.prompts(1), max_new_tokens=4)
+    found = spec._target.architecture
+    assert found.support == "tree"
+    assert found.readout is not None
+    model.lm_head.to(torch.bfloat16)  # runs under autocast only
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model.generate(**tiny.prompts(1), max_new_tokens=4)
+        assert selfspec.wrap(model).generate(**tiny.prompts(1), max_new_tokens=4).equal(plain)
+
+
 def test_a_cache_that_has_no_layers_yet() -> None:
     model, prompt = tiny.build("llama_gqa3"), tiny.prompts(2)
     plain = model.generate(**prompt, max_new_tokens=8)
