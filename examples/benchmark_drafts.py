@@ -157,9 +157,10 @@ def table(result: dict[str, Any]) -> str:
     """The README's table, in Markdown."""
     machine, summary = result["machine"], result["greedy"]["summary"]
     names = list(summary)
+    bf16 = f" ({machine['bf16']})" if "bf16" in machine else ""
     lines = [
         f"SmolLM2-135M-Instruct, {result['dtype']}, greedy, {result['tokens']} tokens, batch 1, "
-        f"{machine['threads']} threads of one {machine['cpu']}, torch {machine['torch']}, "
+        f"{machine['threads']} threads of one {machine['cpu']}{bf16}, torch {machine['torch']}, "
         f"transformers {machine['transformers']}, commit {machine['commit'][:7]}; "
         f"{result['prompts']['per task']} prompts a task that no draft was trained on, plain "
         "`generate` in the same process, prompt by prompt. Time of plain over time of the draft, "

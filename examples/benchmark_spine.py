@@ -199,23 +199,17 @@ def no_end_of_sequence(model: Any) -> None:
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    cpu = (
-        next(
-            (
-                line.split(":", 1)[1].strip()
-                for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")
-            ),
-            platform.processor(),
-        )
-        if Path("/proc/cpuinfo").exists()
-        else platform.processor()
-    )
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    fields = dict(line.replace("\t", "").split(":", 1) for line in lines if ":" in line)
+    flags = fields.get("flags", "").split()
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
     ).stdout.strip()
     return {
-        "cpu": cpu,
+        "cpu": fields.get("model name", platform.processor()).strip(),
+        # What multiplies bfloat16 matrices: a block of tokens costs far more without tiles.
+        "bf16": next((name for name in ("amx_bf16", "avx512_bf16") if name in flags), "emulated"),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "commit": commit,
