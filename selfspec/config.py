@@ -45,13 +45,17 @@ class SpecConfig(Options):
 
     None of it changes the text in float32 and float64, nor, where drafts are drawn, its
     distribution. What is drafted does matter for which text a seed gives when drafts are drawn, and
-    for rounding in lower precision. The off switch chooses blocks by measured time: there,
-    `off_switch=False` makes calls repeatable.
+    for rounding in lower precision. Blocks are chosen by measured time; `adaptive=False` makes
+    calls repeatable where that matters.
 
     Attributes:
         max_draft_tokens: Most draft tokens a row and step, the root not counted.
+        adaptive: Draft as much as pays by measured time, and learn over requests how often drafts
+            hold. False: as much as would pay on assumed hardware. Drafts that are drawn always do
+            that, so that a seed gives the same text again.
         off_switch: Stop drafting while measured time says that it does not pay. None: on for
-            `drafter="auto"`, off for drafters that were asked for by name or given as objects.
+            `drafter="auto"` if `adaptive`, off for drafters that were asked for by name or given as
+            objects.
         cuda_graphs: "auto": on a CUDA device, verify, accept and commit are captured as one graph
             per size of tree and replayed, where the model allows it. The cache they work on is
             then kept between calls. False: never. True: as "auto", but a model that does not
@@ -66,6 +70,7 @@ class SpecConfig(Options):
     """
 
     max_draft_tokens: int = 31
+    adaptive: bool = True
     off_switch: bool | None = None
     cuda_graphs: bool | Literal["auto"] = "auto"
     acceptance: Rule = "traversal"
@@ -82,6 +87,8 @@ class SpecConfig(Options):
             raise ValueError(
                 f"max_draft_tokens={self.max_draft_tokens!r} must be an int in 1..1024."
             )
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive={self.adaptive!r} must be True or False.")
         if self.off_switch is not None and not isinstance(self.off_switch, bool):
             raise ValueError(f"off_switch={self.off_switch!r} must be True, False or None.")
         graphs = self.cuda_graphs

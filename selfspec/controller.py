@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from statistics import median
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from selfspec.costs import StepCosts
     from selfspec.loop import Step
     from selfspec.state import DecodeState
 
@@ -35,38 +34,6 @@ class FixedBudget:
 
     def observe(self, step: Step) -> None:
         """Nothing to learn."""
-
-
-class StepCosts:
-    """Seconds a step takes by its number of nodes, kept by a wrapper across requests.
-
-    Medians of recent steps: one that was interrupted does not count. Sizes share a bucket up to the
-    next power of two. Batches of different size are kept apart.
-    """
-
-    def __init__(self, keep: int = 15) -> None:
-        self.keep = keep
-        self._seconds: dict[tuple[int, int], deque[float]] = {}
-
-    def record(self, batch: int, nodes: int, seconds: float) -> None:
-        """Add a measurement."""
-        key = batch, _bucket(nodes)
-        self._seconds.setdefault(key, deque(maxlen=self.keep)).append(seconds)
-
-    def relative(self, batch: int, nodes: int) -> float | None:
-        """Time of a step with `nodes` nodes over that of a plain one; None if plain is unknown."""
-        plain = self._seconds.get((batch, 1))
-        if plain is None:
-            return None
-        measured = self._seconds.get((batch, _bucket(nodes)))
-        if measured is None or len(measured) < 2:  # the first of a shape includes its set-up
-            # A cautious guess until then: verification is nearly flat in the number of nodes.
-            return 1.2 + 0.01 * batch * nodes
-        return median(measured) / median(plain)
-
-
-def _bucket(nodes: int) -> int:
-    return 1 << (nodes - 1).bit_length()
 
 
 class OffSwitch:
@@ -113,12 +80,11 @@ class OffSwitch:
         return self.length
 
     def observe(self, step: Step) -> None:
-        """Book the step."""
+        """Book the step, which the costs know already."""
         if step.is_prefill:
             return
         batch = len(step.tokens)
-        self.costs.record(batch, step.num_nodes, sum(step.seconds.values()))
-        if step.num_nodes == 1:
+        if step.num_nodes == 1 or (self.sizes_itself and not self.costs.is_settled(batch)):
             return
         moving = [len(new) for new in step.tokens if new]
         paid = self.costs.relative(batch, step.num_nodes)
@@ -138,5 +104,5 @@ class OffSwitch:
         if longest >= max(step.draft_depth):
             length = 2 * (max(step.draft_depth) + 1) - 1
         else:
-            length = _bucket(longest + 2) - 1
+            length = (1 << (longest + 1).bit_length()) - 1
         self.length = min(max(length, self.shortest), self.max_draft_tokens)

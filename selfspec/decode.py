@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from selfspec.cache import TreeCache
     from selfspec.config import SpecConfig
     from selfspec.controller import Controller
+    from selfspec.costs import StepCosts
     from selfspec.drafters import Drafter
     from selfspec.fixed_step import FixedSteps
     from selfspec.metrics import SpecStats
@@ -66,6 +67,7 @@ class Decoder:
         request: Request,
         drafter: Drafter,
         controller: Controller,
+        costs: StepCosts,
         source: Source,
         streamer: BaseStreamer | None,
         stats: SpecStats,
@@ -77,6 +79,7 @@ class Decoder:
             request: One that our loop takes.
             drafter: Freshly reset.
             controller: Sets draft budgets.
+            costs: Measures every step.
             source: Of random numbers.
             streamer: As passed to `generate`.
             stats: Counts every step.
@@ -119,7 +122,7 @@ class Decoder:
                     taps,
                 )
             state = DecodeState(
-                self.target, cache, request.input_ids, request.start, request.limit, sampler
+                self.target, cache, request.input_ids, request.start, request.limit, sampler, costs
             )
             run = speculate(state, prompt, verify, drafter, controller, sampler, stops, clock)
             del prompt

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from selfspec.config import SpecConfig
-from selfspec.controller import Controller, FixedBudget, OffSwitch, StepCosts
+from selfspec.controller import Controller, FixedBudget, OffSwitch
+from selfspec.costs import StepCosts
 from selfspec.decode import Decoder
 from selfspec.detours import option_of_call
 from selfspec.double import Call, adapter_obstacle, check_model, doubled
@@ -123,8 +124,9 @@ class SpeculativeModel(Facade):
         self._drafter_argument = drafter
         self._drafts = networks_for(drafter, self._decoder_model, drafts, strict_base)
         self._drafter, switch = resolve(drafter, self._drafts)
+        switch = switch and options.adaptive
         self._off_switch = switch if options.off_switch is None else options.off_switch
-        self._costs = StepCosts()
+        self._costs = StepCosts(options.adaptive)
         self._warned: set[str] = set()
         self._call: threading.local = threading.local()  # what `generate` does not pass on
         self._look()
@@ -329,6 +331,7 @@ class SpeculativeModel(Facade):
                     request,
                     drafter,
                     self._controller(request),
+                    self._costs,
                     Source(generator),
                     streamer,
                     stats,

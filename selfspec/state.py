@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from selfspec.costs import StepCosts
 
 if TYPE_CHECKING:
     from selfspec.cache import TreeCache
@@ -66,6 +69,7 @@ class DecodeState:
         prompt_length: Length of the prompt, padding included (the same for all rows).
         limit: Length at which a row must end.
         sampler: How the target's tokens are chosen; drafts that are drawn follow it.
+        costs: What steps take, for drafters that weigh what they draft.
         frozen: Rows that take no more tokens.
     """
 
@@ -77,8 +81,10 @@ class DecodeState:
         start: list[int],
         limit: int,
         sampler: Sampler | None = None,
+        costs: StepCosts | None = None,
     ) -> None:
         self.target = target
+        self.costs = StepCosts() if costs is None else costs
         self.sampler = sampler
         self.cache = cache
         self.start = start
@@ -90,6 +96,14 @@ class DecodeState:
         self._ids = input_ids.cpu().long().numpy().copy()
         last = input_ids[:, -1] if self.prompt_length else input_ids.new_zeros(input_ids.shape[0])
         self.root = last.to(target.device, torch.int64)
+
+    def priced_after(self, nodes: int) -> DecodeState:
+        """The same to read, where `nodes` draft tokens a row are verified anyway."""
+        if nodes == 0:
+            return self
+        view = copy.copy(self)
+        view.costs = self.costs.after(nodes)
+        return view
 
     @property
     def batch(self) -> int:

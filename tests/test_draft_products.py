@@ -43,7 +43,7 @@ def products(drafter: Any, batch: int) -> list[tuple[Products, selfspec.TokenTre
         return tree
 
     drafter.draft = watched
-    spec = selfspec.wrap(tiny.build("llama"), [selfspec.NGramDrafter(1), drafter])
+    spec = selfspec.wrap(tiny.build("llama"), [selfspec.NGramDrafter(1, min_prob=0.0), drafter])
     spec.generate(**tiny.prompts(batch), max_new_tokens=40, do_sample=False)
     assert len(counted) > 9
     return counted

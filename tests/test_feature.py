@@ -133,7 +133,9 @@ def test_drafts_are_what_the_network_says(
     prompt = tiny.prompts(batch)
     plain = model().generate(**prompt, **GREEDY)
     # A copying drafter beside it, so that several tokens are accepted between two drafts.
-    spec = selfspec.wrap(model(), drafter=[selfspec.NGramDrafter(1), drafter], max_draft_tokens=8)
+    spec = selfspec.wrap(
+        model(), drafter=[selfspec.NGramDrafter(1, min_prob=0.0), drafter], max_draft_tokens=8
+    )
     assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()
     assert len(drafter.drafts) > 3
     for texts, rooms, budget, tree in drafter.drafts[:1] + drafter.drafts[-3:]:

@@ -84,7 +84,7 @@ def test_acceptance_is_what_the_heads_know(
     text = known("llama", batch, NEW)
     embeddings = model.get_input_embeddings().weight.detach()
     network = Recalling(text, embeddings, 3, rank, conditioned)
-    drafter = HeadsDrafter(network, tree)
+    drafter = HeadsDrafter(network, tree, min_prob=0.0)
     spec = selfspec.wrap(model, drafter, max_draft_tokens=budget)
     assert spec.generate(**text[0], **GREEDY).equal(text[1])
     paths = drafter.tree or best_paths(assumed_accuracies(3), budget)
@@ -230,7 +230,7 @@ def test_only_the_draft_vocabulary_is_drafted(model: Any, name: str) -> None:
 
 def test_measured_accuracies_shape_the_tree(model: Any) -> None:
     network = heads(num_heads=2)
-    seen = Watching(network)
+    seen = Watching(network, min_prob=0.0)
     spec = selfspec.wrap(model, seen, max_draft_tokens=4)
     spec.generate(**tiny.prompts(1), **GREEDY)
     assumed = [tuple(p) for p in best_paths(assumed_accuracies(2), 4)]
@@ -287,7 +287,11 @@ def test_beside_n_grams(model: Any) -> None:
     """The tree that is verified is not the one it drafted; the state is that tree's."""
     prompt, plain, _, _ = known("llama", 3, NEW)
     spec = selfspec.wrap(
-        model, [selfspec.NGramDrafter(1, max_candidates=2), HeadsDrafter(trained("conditioned"))]
+        model,
+        [
+            selfspec.NGramDrafter(1, max_candidates=2, min_prob=0.0),
+            HeadsDrafter(trained("conditioned"), min_prob=0.0),
+        ],
     )
     assert spec.generate(**prompt, **GREEDY).equal(plain)
     assert spec.stats.mean_accepted_length > 3

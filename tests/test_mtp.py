@@ -169,7 +169,7 @@ class TestModules:
         expected = Recorder(module)
         selfspec.wrap(model, expected).generate(**prompt, **GREEDY)
         monkeypatch.setattr("selfspec.drafters.mtp.AT_ONCE", 3)
-        for wrapped in (lambda d: d, lambda d: [selfspec.NGramDrafter(1), d], Lazy):
+        for wrapped in (lambda d: d, lambda d: [selfspec.NGramDrafter(1, min_prob=0.0), d], Lazy):
             drafter = Recorder(module)
             spec = selfspec.wrap(model, wrapped(drafter))
             assert spec.generate(**prompt, **GREEDY).tolist() == plain

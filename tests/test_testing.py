@@ -25,11 +25,11 @@ def check(drafter: Any) -> Any:
 SOUND: dict[str, Callable[[], Any]] = {
     "two tokens again": Sound,
     "drawn": Drawn,
-    "ngram": lambda: selfspec.NGramDrafter(1, max_candidates=3),
+    "ngram": lambda: selfspec.NGramDrafter(1, max_candidates=3, min_prob=0.0),
     "early-exit": lambda: selfspec.EarlyExitDrafter(1, 3, 0.1),
     "early exit, drawn": lambda: selfspec.EarlyExitDrafter(1, 2, 0.0, branches=2, do_sample=True),
     "layer-skip": lambda: selfspec.LayerSkipDrafter([1], 3, 0.0, branches=2),
-    "merged": lambda: [selfspec.NGramDrafter(1), selfspec.LayerSkipDrafter([0], 2)],
+    "merged": lambda: [selfspec.NGramDrafter(1, min_prob=0.0), selfspec.LayerSkipDrafter([0], 2)],
     "heads": lambda: selfspec.HeadsDrafter(random_heads(32, 32)),
     "medusa heads": lambda: selfspec.HeadsDrafter(random_heads(32, 32, conditioned=False)),
     "feature": lambda: selfspec.FeatureDrafter(random_feature(32, 32), min_gain=0.0),

@@ -40,6 +40,7 @@ def model() -> Any:
         (lambda m: selfspec.wrap(m, max_draft=3), ValueError, "unknown option max_draft"),
         (lambda m: selfspec.wrap(m, max_draft_tokens=0), ValueError, "max_draft_tokens=0"),
         (lambda m: selfspec.wrap(m, off_switch="yes"), ValueError, "off_switch='yes'"),
+        (lambda m: selfspec.wrap(m, adaptive=1), ValueError, "adaptive=1 must be True or False"),
         (lambda m: selfspec.wrap(m.model), TypeError, "LlamaModel"),
         (lambda m: selfspec.wrap("llama"), TypeError, "model is a str"),
         (lambda m: selfspec.wrap(selfspec.wrap(m)), TypeError, "wrapped already"),
@@ -57,7 +58,7 @@ def model() -> Any:
         (lambda m: selfspec.EarlyExitDrafter(1, 0), ValueError, "max_draft_tokens=0"),
         (lambda m: selfspec.EarlyExitDrafter(1.5), TypeError, "exit_layer=1.5 must be an int"),
         (lambda m: selfspec.LayerSkipDrafter([1], 2, 1.5), ValueError, "confidence=1.5"),
-        (lambda m: selfspec.LayerSkipDrafter([1], 2, None), TypeError, "confidence=None"),
+        (lambda m: selfspec.LayerSkipDrafter([1], 2, "high"), TypeError, "confidence='high'"),
         (lambda m: selfspec.LayerSkipDrafter(3), TypeError, "skip_set=3 must be a SkipSet"),
         (lambda m: selfspec.SkipSet(mlp=["x"]), TypeError, "skip_set.mlp layer='x'"),
         (lambda m: selfspec.wrap(m, max_draft_tokens=True), ValueError, "max_draft_tokens=True"),
@@ -178,7 +179,7 @@ def test_accepts_after_the_first_reject_do_not_count(model: Any) -> None:
 
 def test_the_same_call_twice_counts_the_same(model: Any) -> None:
     prompt = tiny.prompts(2)
-    spec = selfspec.wrap(model, drafter="ngram")
+    spec = selfspec.wrap(model, drafter="ngram", adaptive=False)
     counts = []
     for _ in range(2):
         spec.stats.reset()

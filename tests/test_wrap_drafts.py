@@ -14,11 +14,13 @@ from transformers import LlamaForCausalLM
 
 import selfspec
 from selfspec.checkpoints import save
-from selfspec.controller import OffSwitch, StepCosts
+from selfspec.controller import OffSwitch
+from selfspec.costs import StepCosts
 from selfspec.networks.exit import ExitConfig, ExitNetwork
 from selfspec.networks.feature import FeatureConfig, FeatureNetwork
 from selfspec.networks.heads import HeadsConfig, HeadsNetwork
 from tests.families import tiny
+from tests.oracle import RandomTreeDrafter
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 
@@ -166,7 +168,8 @@ def test_trees_that_size_themselves_get_the_whole_budget() -> None:
     controller = spec._controller(request)
     assert isinstance(controller, OffSwitch)
     assert controller.sizes_itself
-    assert not selfspec.wrap(tiny.build("llama"))._controller(request).sizes_itself  # type: ignore[attr-defined]
+    alone = selfspec.wrap(tiny.build("llama"), RandomTreeDrafter(), off_switch=True)
+    assert not alone._controller(request).sizes_itself  # type: ignore[attr-defined]
 
 
 def test_the_users_network_is_left_as_it_is() -> None:

@@ -74,7 +74,7 @@ class DrawnTree:
         return parent, chosen
 
     def expected(self) -> Tensor:
-        """[B], see `DynamicTree.expected`."""
+        """[B] how many of the open nodes are right, if the draft is."""
         return self._scores.exp().sum(1)
 
     def finish(self) -> TokenTree:

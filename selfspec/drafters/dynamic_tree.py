@@ -10,12 +10,15 @@ depends on their own probabilities.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from selfspec.topology import ancestors_of
 from selfspec.tree import TokenTree
+
+Size = Callable[[Sequence[float]], int]
 
 # A child is less probable than its parent, if only by this: where the draft is certain the two
 # would tie, and the better of a tie need not be the parent.
@@ -29,11 +32,14 @@ class DynamicTree:
         root: int64 [B].
         width: Most nodes that are expanded at a level.
         rooms: Deepest level of every row, >= 0; on the host.
+        price: Least probability of a node that is verified.
     """
 
-    def __init__(self, root: Tensor, width: int, rooms: list[int]) -> None:
+    def __init__(self, root: Tensor, width: int, rooms: list[int], price: float = 0.0) -> None:
         self.root = root
         self.width = width
+        self.price = price
+        self._least = math.log(price) if price > 0 else -math.inf
         self.levels = 0
         self._rooms = rooms
         self._tokens: list[Tensor] = []
@@ -68,30 +74,41 @@ class DynamicTree:
         self._parents.append(self._open.repeat_interleave(best, dim=1))
         self._sizes.append(flat_scores.shape[1])
         top = flat_scores.topk(min(self.width, flat_scores.shape[1]))
-        self._open, self._open_scores = top.indices + self._total, top.values
+        open_scores, chosen = top.values, top.indices
+        if self.root.is_cpu:  # where a read is free, nothing is expanded that has no worthy child
+            worthy = int((open_scores >= self._least).sum(1).max())
+            open_scores, chosen = open_scores[:, : max(worthy, 1)], chosen[:, : max(worthy, 1)]
+        self._open, self._open_scores = chosen + self._total, open_scores
         self._total += flat_scores.shape[1]
-        return top.indices // best, flat_tokens.gather(1, top.indices)
+        return chosen // best, flat_tokens.gather(1, chosen)
 
-    def expected(self) -> Tensor:
-        """[B] drafted tokens of the level to come that will be accepted, if the draft is right.
+    def outlook(self) -> Tensor:
+        """float32 [2], sums over rows: worth of the level just made, mass of the one to come.
 
-        An upper bound: the probability that the target comes by one of the nodes to be expanded.
+        The worth is what its candidates are expected to give beyond their price; the mass how many
+        of the nodes to be expanded are expected to be right. Both if the draft is right.
         """
-        return self._open_scores.exp().sum(1)
+        worth = (self._scores[-1].exp() - self.price).clamp(min=0).sum()
+        return torch.stack([worth, self._open_scores.exp().sum()])
 
-    def finish(self, budget: int, min_prob: float = 0.0) -> TokenTree:
+    def finish(self, budget: int, size: Size | None = None) -> TokenTree:
         """The tree of the most probable candidates.
 
         Args:
             budget: Most of them in a row.
-            min_prob: Least probability of a node.
+            size: Says how many of them to verify, from what each rank is expected to give, summed
+                over rows. None: all that are worth their price.
         """
         device, batch = self.root.device, self.root.shape[0]
         scores = torch.cat(self._scores, dim=1)
         count = min(budget, self._total)
         best = scores.topk(count)
-        least = math.log(min_prob) if min_prob > 0 else -math.inf
-        taken = best.values.isfinite() & (best.values >= least)
+        taken = best.values.isfinite()
+        if size is None:
+            taken = taken & (best.values >= self._least)
+        else:
+            count = size(best.values.exp().sum(0).tolist())
+            taken[:, count:] = False
         kept = taken.sum(1)
         if device.type == "cpu":  # where a read is free, nothing is verified in vain
             count = int(kept.max())

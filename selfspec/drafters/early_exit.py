@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from selfspec_kernels.draft_topk import MAX_K
 
 from selfspec.checkpoints.pretrained import Pretrained
+from selfspec.drafters.draw import draws
 from selfspec.drafters.exit_context import ExitContext
 from selfspec.drafters.exit_readout import ExitReadout
+from selfspec.drafters.growth import DRAWN_CONFIDENCE, Growth
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
 from selfspec.drafters.trained import FittedNetwork
@@ -42,7 +44,9 @@ class EarlyExitDrafter(Pretrained):
             takes a third of the model, or what `network` was trained for.
         max_draft_tokens: Longest chain.
         confidence: Go on with a row's chain while it is at least this probable, as the draft sees
-            it. With `branches`, the rows of a batch stop together, when the last one would.
+            it, and verify all branches. None: go on while another token is expected to give more
+            than is decoded in the time it takes, as measured, and verify the branches that pay.
+            With `branches`, the rows of a batch stop together.
         branches: Draft tokens at every position, 64 at most: the best one, from which the chain
             goes on, and the next best ones, which are verified beside it while the step's budget
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
@@ -59,13 +63,14 @@ class EarlyExitDrafter(Pretrained):
     """
 
     makes_valid_trees = True
+    sizes_itself = True  # by what pays, as measured
     network_kind: ClassVar[Kind] = "exit"
 
     def __init__(
         self,
         exit_layer: int | None = None,
         max_draft_tokens: int = 4,
-        confidence: float = 0.5,
+        confidence: float | None = None,
         branches: int | None = None,
         do_sample: bool = False,
         network: ExitNetwork | None = None,
@@ -84,7 +89,8 @@ class EarlyExitDrafter(Pretrained):
                 )
             exit_layer = trained
         check_int("max_draft_tokens", max_draft_tokens, 1)
-        check_probability("confidence", confidence)
+        if confidence is not None:
+            check_probability("confidence", confidence)
         if branches is None:
             branches = 1 if network is None else _BRANCHES
         check_int("branches", branches, 1, MAX_K)
@@ -133,12 +139,15 @@ class EarlyExitDrafter(Pretrained):
             if self._context is not None:
                 self._context.catch_up(state)
             readout = ExitReadout(self._running, self._context)
+        confidence = self.confidence
+        if confidence is None and self.do_sample and draws(state):
+            confidence = DRAWN_CONFIDENCE
         return draft_chain(
             state,
             plan,
             exit_layer,
             tokens,
-            self.confidence,
+            Growth(state, type(self).__name__, confidence),
             self.branches,
             budget,
             self.do_sample,

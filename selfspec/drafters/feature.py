@@ -14,11 +14,13 @@ from selfspec_kernels.draft_topk import MAX_K
 from torch import Tensor
 
 from selfspec.checkpoints.pretrained import Pretrained
+from selfspec.costs import ASSUMED
 from selfspec.drafters.draw import draw_children, draws
 from selfspec.drafters.drawn_tree import DrawnTree
-from selfspec.drafters.dynamic_tree import DynamicTree
+from selfspec.drafters.dynamic_tree import DynamicTree, Size
 from selfspec.drafters.feature_steps import Expansion, FeatureSteps
 from selfspec.drafters.options import check_bool, check_int, check_probability
+from selfspec.drafters.outlook import Outlook
 from selfspec.drafters.trained import FittedNetwork
 from selfspec.networks.feature import FeatureNetwork
 from selfspec.tree import TokenTree
@@ -39,9 +41,10 @@ class FeatureDrafter(Pretrained):
         network: Trained for the model.
         max_depth: Most draft steps, and so the longest draft.
         width: Nodes that are expanded at a level, and children each of them gets, 64 at most.
-        min_gain: Another draft step is made while this many of its tokens are expected to be
-            accepted.
-        min_prob: Least probability of a node, as the draft sees it, to be verified.
+        min_gain: Tokens that another draft step must promise, beyond what its nodes cost. None:
+            what is decoded in the time of one, as measured.
+        min_prob: Least probability of a node, as the draft sees it, to be verified. None: the
+            tokens that are decoded in the time that a node adds, as measured.
         do_sample: In requests that sample, draw `branches` children of every node that is expanded
             from the draft's distribution, `width // 2` nodes a level, instead of taking likely
             ones. (Taking them is as lossless, and mostly accepts more.)
@@ -62,15 +65,16 @@ class FeatureDrafter(Pretrained):
         network: FeatureNetwork,
         max_depth: int = 5,
         width: int = 6,
-        min_gain: float = 0.3,
-        min_prob: float = 0.03,
+        min_gain: float | None = None,
+        min_prob: float | None = None,
         do_sample: bool = False,
         branches: int = 3,
     ) -> None:
         check_int("max_depth", max_depth, 1)
         check_int("width", width, 1, MAX_K)
-        check_probability("min_gain", min_gain)
-        check_probability("min_prob", min_prob)
+        for option, value in (("min_gain", min_gain), ("min_prob", min_prob)):
+            if value is not None:
+                check_probability(option, value)
         check_bool("do_sample", do_sample)
         check_int("branches", branches, 1, MAX_K)
         if not isinstance(network, FeatureNetwork):
@@ -121,16 +125,19 @@ class FeatureDrafter(Pretrained):
     ) -> TokenTree:
         """The most probable tokens after the root's `hidden` [B, 1, C]."""
         width = min(self.width, budget) if _branches(state) else 1
-        tree = DynamicTree(state.root, width, _rooms(state))
+        tree = DynamicTree(state.root, width, _rooms(state), self._node_price(state))
         nodes = Expansion(steps, state.root.device)
+        outlook = Outlook(state, type(self).__name__, self.min_gain)
         for level in range(1, depth + 1):
             tokens, log_probs = steps.best(hidden, width)
             parent, chosen = tree.grow(tokens.to(state.root.device), log_probs)
-            # The one host read of a level: where it costs, it costs less than a level.
-            if level == depth or float(tree.expected().max()) < self.min_gain:
+            if level == depth or not outlook.goes_on(tree.outlook()):
                 break
             hidden = nodes.run(hidden, parent, chosen)
-        return tree.finish(budget, self.min_prob)
+        return tree.finish(budget, None if self.min_prob is not None else _size(state))
+
+    def _node_price(self, state: DecodeState) -> float:
+        return state.costs.node_price(state.batch) if self.min_prob is None else self.min_prob
 
     def _drawn(
         self, hidden: Tensor, state: DecodeState, steps: FeatureSteps, depth: int, budget: int
@@ -140,6 +147,8 @@ class FeatureDrafter(Pretrained):
         known = None if head.ids is None else head.ids.to(device)
         branches = _branches(state)
         most = min(self.branches if branches else 1, budget, head.size - 1)
+        # Of assumed costs: what is measured would make a seed's text another one every time.
+        least = ASSUMED.level_price(1, "") if self.min_gain is None else self.min_gain
         tree = DrawnTree(state.root, max(1, self.width // 2) if branches else 1, _rooms(state))
         nodes = Expansion(steps, state.root.device)
         for level in range(1, depth + 1):
@@ -151,7 +160,7 @@ class FeatureDrafter(Pretrained):
             budget -= tokens[0].numel()
             if level == depth or tree.cost(most) > budget:
                 break
-            if float(tree.expected().max()) < self.min_gain:
+            if float(tree.expected().max()) * ASSUMED.worth_of_mass("") < least:
                 break
             hidden = nodes.run(hidden, parent, chosen)
         return tree.finish()
@@ -177,6 +186,16 @@ class FeatureDrafter(Pretrained):
 
 def _branches(state: DecodeState) -> bool:
     return state.target.architecture.support == "tree"
+
+
+def _size(state: DecodeState) -> Size:
+    """Of ranks' sums over rows: a step takes the time of one, whatever a row gains."""
+    rows = max(1, state.frozen.count(False))
+
+    def size(sums: Sequence[float]) -> int:
+        return state.costs.choose(state.batch, [one / rows for one in sums])
+
+    return size
 
 
 def _rooms(state: DecodeState) -> list[int]:

@@ -14,8 +14,9 @@ from selfspec_kernels.draft_topk import MAX_K
 from torch import Tensor
 
 from selfspec.checkpoints.pretrained import Pretrained
+from selfspec.costs import ASSUMED
 from selfspec.drafters.draw import draw_children, draws
-from selfspec.drafters.options import check_bool
+from selfspec.drafters.options import check_bool, check_probability
 from selfspec.drafters.static_tree import (
     Level,
     Path,
@@ -23,16 +24,17 @@ from selfspec.drafters.static_tree import (
     assumed_accuracies,
     best_paths,
     check_paths,
+    products,
     static_tree,
 )
 from selfspec.drafters.trained import FittedNetwork, best_tokens
 from selfspec.networks.heads import HeadsNetwork
+from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
     from selfspec.checkpoints.folder import Kind
     from selfspec.state import Acceptance, DecodeState, TargetOutput
-    from selfspec.tree import TokenTree
 
 
 class HeadsDrafter(Pretrained):
@@ -40,9 +42,9 @@ class HeadsDrafter(Pretrained):
 
     That state is the one whose logits gave the root, after the model's final norm. Heads that are
     not conditioned are computed all at once; conditioned ones depth by depth, all nodes of a depth
-    together. The tree's shape is fixed: the best one for the step's budget (`wrap`'s
-    `max_draft_tokens`) by the rank accuracies in the network's config, or by typical ones if there
-    are none. Models that verify chains only get the best token of every head.
+    together. The tree has the nodes that pay, by the rank accuracies in the network's config (or by
+    typical ones if there are none) and by what a node costs, as measured; at most the step's budget
+    (`wrap`'s `max_draft_tokens`). Models that verify chains only get the best token of every head.
 
     The network is not changed: models of another device or dtype get a copy of it, made once.
 
@@ -52,6 +54,8 @@ class HeadsDrafter(Pretrained):
             it, and the best one after the best; cut behind the budget. None has it fitted.
         do_sample: In requests that sample, draw the draft from the heads' own distribution instead
             of taking its likeliest tokens.
+        min_prob: Least probability of a node, by the accuracies, to be drafted. None: the tokens
+            that are decoded in the time that a node adds, as measured.
 
     Raises:
         TypeError: If an argument is of another type.
@@ -62,17 +66,22 @@ class HeadsDrafter(Pretrained):
     network_kind: ClassVar[Kind] = "heads"
     hidden_taps: Sequence[int] = ()
     makes_valid_trees = True
+    sizes_itself = True  # by what pays, as measured
 
     def __init__(
         self,
         network: HeadsNetwork,
         tree: Sequence[Sequence[int]] | None = None,
         do_sample: bool = False,
+        min_prob: float | None = None,
     ) -> None:
         if not isinstance(network, HeadsNetwork):
             raise TypeError(f"network is a {type(network).__name__}; it must be a HeadsNetwork.")
         check_bool("do_sample", do_sample)
+        if min_prob is not None:
+            check_probability("min_prob", min_prob)
         self.network = network
+        self.min_prob = min_prob
         self.do_sample = do_sample
         self._ranks = min(MAX_K, network.head(0).size)
         self.tree = None if tree is None else check_paths(tree, self._depth, self._ranks)
@@ -119,23 +128,33 @@ class HeadsDrafter(Pretrained):
         hidden, vocab_size = self._seen
         architecture = state.target.architecture
         network = self._fits[architecture]
-        shape = static_tree(self._paths(budget, architecture.support), state.root.device)
-        if self.do_sample and draws(state):
+        drawn = self.do_sample and draws(state)
+        paths = self._paths(budget, state, drawn)
+        if not paths:
+            return TokenTree.root_only(state.root)
+        shape = static_tree(paths, state.root.device)
+        if drawn:
             drafts, log_q = _drawn(network, hidden, shape, state, vocab_size)
             return shape.filled(state, drafts, log_q)
         if network.config.conditioned:
             return shape.filled(state, _by_depth(network, hidden, shape, state))
         return shape.filled(state, _at_once(network, hidden, shape))
 
-    def _paths(self, budget: int, support: str) -> tuple[Path, ...]:
+    def _paths(self, budget: int, state: DecodeState, drawn: bool) -> tuple[Path, ...]:
         depth = self._depth
-        if support == "chain":
+        if state.target.architecture.support == "chain":
             return tuple((0,) * d for d in range(1, min(depth, budget) + 1))
         if self.tree is not None:
             return self.tree[:budget]
         table = self.network.accuracies or assumed_accuracies(depth)
+        table = tuple(row[: self._ranks] for row in table)
         # At least the best token is drafted, though it was never right.
-        return best_paths(tuple(row[: self._ranks] for row in table), budget) or ((0,),)
+        paths = best_paths(table, budget, self.min_prob or 0.0) or ((0,),)
+        if self.min_prob is not None:
+            return paths
+        # Drawn by what is measured, a seed's text would be another one every time.
+        costs = ASSUMED if drawn else state.costs
+        return paths[: costs.choose(state.batch, products(table, paths))]
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Keep the state of every row whose logits gave its new root.

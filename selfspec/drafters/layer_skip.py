@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from selfspec_kernels.draft_topk import MAX_K
 
+from selfspec.drafters.draw import draws
+from selfspec.drafters.growth import DRAWN_CONFIDENCE, Growth
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
 from selfspec.patch import LayerPlan
@@ -65,7 +67,9 @@ class LayerSkipDrafter:
             middle half of the model.
         max_draft_tokens: Longest chain.
         confidence: Go on with a row's chain while it is at least this probable, as the draft sees
-            it. With `branches`, the rows of a batch stop together, when the last one would.
+            it, and verify all branches. None: go on while another token is expected to give more
+            than is decoded in the time it takes, as measured, and verify the branches that pay.
+            With `branches`, the rows of a batch stop together.
         branches: Draft tokens at every position, 64 at most: the best one, from which the chain
             goes on, and the next best ones, which are verified beside it while the step's budget
             (`wrap`'s `max_draft_tokens`) lasts. Models that verify chains only get the best one.
@@ -80,17 +84,19 @@ class LayerSkipDrafter:
 
     hidden_taps: Sequence[int] = ()
     makes_valid_trees = True
+    sizes_itself = True  # by what pays, as measured
 
     def __init__(
         self,
         skip_set: SkipSet | Iterable[int] | None = None,
         max_draft_tokens: int = 4,
-        confidence: float = 0.6,
+        confidence: float | None = None,
         branches: int = 1,
         do_sample: bool = False,
     ) -> None:
         check_int("max_draft_tokens", max_draft_tokens, 1)
-        check_probability("confidence", confidence)
+        if confidence is not None:
+            check_probability("confidence", confidence)
         check_int("branches", branches, 1, MAX_K)
         check_bool("do_sample", do_sample)
         if skip_set is not None and not isinstance(skip_set, SkipSet):
@@ -145,8 +151,18 @@ class LayerSkipDrafter:
         plan = LayerPlan(skip_attention=skip.attention, skip_mlp=skip.mlp)
         shared = num_layers if skip.first is None else skip.first
         tokens = min(budget, self.max_draft_tokens)
+        confidence = self.confidence
+        if confidence is None and self.do_sample and draws(state):
+            confidence = DRAWN_CONFIDENCE
         return draft_chain(
-            state, plan, shared, tokens, self.confidence, self.branches, budget, self.do_sample
+            state,
+            plan,
+            shared,
+            tokens,
+            Growth(state, type(self).__name__, confidence),
+            self.branches,
+            budget,
+            self.do_sample,
         )
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:

@@ -249,7 +249,8 @@ class _Chain:
             self._log_q.append(log_q)
             top1 = log_q.gather(1, ids[:, :1])[:, 0].exp() if measured else None
         else:
-            ids, top1 = best_of(logits, count, measured)
+            ids, probable = best_of(logits, count, measured)
+            top1 = None if probable is None else probable[:, 0]
         self._levels.append(ids)
         self._chain = torch.cat([self._chain, ids[:, :1]], dim=1)
         self._depth = self._depth + self._growing

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from selfspec.drafters.options import check_int
+from selfspec.drafters.options import check_int, check_probability
+from selfspec.match_survival import MatchSurvival
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
     from selfspec.state import Acceptance, DecodeState, TargetOutput
+
+Match = tuple[int, list[int]]  # tokens that matched, and what followed them
 
 
 class NGramDrafter:
@@ -22,14 +25,18 @@ class NGramDrafter:
 
     The longest suffix of the row that occurred before decides; among its occurrences the most
     recent one is tried first. A short match is weak evidence, so it may draft `2 ** match` tokens
-    only. The text is searched by array comparison: there is no index to build or to keep, and a
-    call over 50,000 tokens takes well under a millisecond.
+    only, and of those the ones that are right often enough for the time they take: how often that
+    is, is learned from every step, whether a copy was verified in it or not. The text is searched
+    by array comparison: there is no index to build or to keep, and a call over 50,000 tokens takes
+    well under a millisecond.
 
     Args:
         min_match: Shortest suffix, in tokens, that counts as a match.
         max_match: Longest suffix that is distinguished.
         max_candidates: Different continuations to draft as one tree. The first gets the budget; the
             others share what it leaves.
+        min_prob: Least probability of a token to be verified. None: the tokens that are decoded in
+            the time that it adds, as measured. 0: everything that matches.
 
     Raises:
         TypeError: If an option is no int.
@@ -42,23 +49,78 @@ class NGramDrafter:
 
     hidden_taps: Sequence[int] = ()
     makes_valid_trees = True
+    sizes_itself = True  # by how often copies were right
     most_recent = 256  # matches of one length that are looked through for different candidates
 
-    def __init__(self, min_match: int = 2, max_match: int = 8, max_candidates: int = 1) -> None:
+    def __init__(
+        self,
+        min_match: int = 2,
+        max_match: int = 8,
+        max_candidates: int = 1,
+        min_prob: float | None = None,
+    ) -> None:
         check_int("min_match", min_match, 1)
         check_int("max_match", max_match, min_match)
         check_int("max_candidates", max_candidates, 1)
+        if min_prob is not None:
+            check_probability("min_prob", min_prob)
         self.min_match = min_match
         self.max_match = max_match
         self.max_candidates = max_candidates
+        self.min_prob = min_prob
+        # Of the request, once it has drafted; of the step, length of every row and what matched.
+        self._survival: MatchSurvival | None = None
+        self.promise = 0.0
+        self._proposed: list[tuple[int, list[Match]]] = []
+
+    def __copy__(self) -> NGramDrafter:
+        """For a request beside another one."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.reset()
+        return new
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
-        """Copy continuations for every row that has a match and room."""
-        paths = [
-            self.continuations(state.tokens(b), min(budget, state.room(b) - 1))
+        """Copy continuations for every row that has a match and room, as far as that pays."""
+        if self._survival is None:
+            self._survival = state.costs.matches.for_request()
+        found = [
+            self.matches(state.tokens(b), min(budget, state.room(b) - 1))
             for b in range(state.batch)
         ]
+        self._proposed = list(zip(state.length, found, strict=True))
+        self.promise = 0.0
+        if self.min_prob != 0 and any(found):
+            found = self._worthy(found, self._survival, state)
+        paths = [[copied for _, copied in row if copied] for row in found]
         return TokenTree.from_paths(state.root, paths, budget)
+
+    def _worthy(
+        self, found: list[list[Match]], survival: MatchSurvival, state: DecodeState
+    ) -> list[list[Match]]:
+        """Of what followed the matches of every row, the tokens that are probable enough."""
+        probable = [
+            [survival.path(match, len(copied), not r) for r, (match, copied) in enumerate(row)]
+            for row in found
+        ]
+        least = [self.min_prob] * len(found)
+        if self.min_prob is None:
+            best = [np.sort(np.concatenate([np.zeros(1), *row]))[:0:-1] for row in probable]
+            sums = np.zeros(max(map(len, best)))
+            for row in best:
+                sums[: len(row)] += row
+            rows = max(1, state.frozen.count(False))
+            count = state.costs.choose(state.batch, (sums / rows).tolist())
+            self.promise = sum(float(row[0]) for row in best if len(row) and count) / rows
+            # As many of every row; none of them is certain.
+            least = [1.1 if not count else row[:count][-1] if len(row) else 1.1 for row in best]
+        return [
+            [
+                (match, copied[: int((path >= floor).sum())])
+                for (match, copied), path in zip(row, paths, strict=True)
+            ]
+            for row, paths, floor in zip(found, probable, least, strict=True)
+        ]
 
     def continuations(self, tokens: np.ndarray, budget: int) -> list[list[int]]:
         """What followed earlier occurrences of the last tokens.
@@ -70,6 +132,10 @@ class NGramDrafter:
         Returns:
             At most `max_candidates` continuations that differ in their first token, best first.
         """
+        return [copied for _, copied in self.matches(tokens, budget)]
+
+    def matches(self, tokens: np.ndarray, budget: int) -> list[Match]:
+        """The same, each with the number of tokens that matched before it."""
         if budget < 1:
             return []
         end = len(tokens)
@@ -82,7 +148,7 @@ class NGramDrafter:
                 break
             ends = ends[tokens[ends - length] == tokens[end - length]]
             by_length.append((length, ends))
-        found: list[list[int]] = []
+        found: list[Match] = []
         seen: set[int] = set()
         for length, ends in reversed(by_length):
             if length < self.min_match:
@@ -92,13 +158,22 @@ class NGramDrafter:
                 if first in seen:
                     continue
                 seen.add(first)
-                found.append(tokens[at : at + min(budget, 2**length)].tolist())
+                copied = tokens[at : at + min(budget, 2**length)].tolist()
+                found.append((length, copied))
                 if len(found) == self.max_candidates:
                     return found
         return found
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
-        """Nothing to keep: the state holds the text."""
+        """Learn which copies were right, verified or not: the text has gone on either way."""
+        if self._survival is None or not state.costs.adaptive:
+            return
+        for b, (length, found) in enumerate(self._proposed):
+            new = state.ending(b, state.length[b] - length)
+            for rank, (match, copied) in enumerate(found):
+                self._survival.observe(match, copied, new, not rank)
+        self._proposed = []
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Forget the request before."""
+        self._survival, self._proposed, self.promise = None, [], 0.0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from selfspec.architectures import Architecture
     from selfspec.drafters.exit_readout import ExitReadout
+    from selfspec.drafters.growth import Growth
     from selfspec.readout import Readout
     from selfspec.state import DecodeState
 
@@ -47,7 +48,7 @@ def draft_chain(
     plan: LayerPlan,
     shared: int,
     num_tokens: int,
-    confidence: float,
+    growth: Growth,
     branches: int = 1,
     budget: int = 0,
     do_sample: bool = False,
@@ -65,11 +66,11 @@ def draft_chain(
         shared: The first `shared` layers run complete: their keys, values and the states they end
             in are kept for verification.
         num_tokens: Longest chain.
-        confidence: A row goes on while its chain, as the draft sees it, is at least this probable:
-            one more token is worth the probability that verification gets to it. (The token that
-            makes it less probable is kept: the decision may not depend on one thrown away.)
-        branches: Draft tokens at every position: the one that goes on and the next best ones as its
-            leaf siblings, the first positions first. Models that verify chains only get no leaves.
+        growth: Decides which rows go on after every token. (The token after which one stops is
+            kept: the decision may not depend on one thrown away.)
+        branches: Draft tokens at every position: the one that goes on and, as its leaf siblings,
+            those of the next best ones that pay, the first positions first. Models that verify
+            chains only get no leaves.
         budget: Most draft tokens a row, leaves included; only leaves need it.
         do_sample: Draw tokens, if the request does, rather than take the likeliest.
         exit_readout: Trained for the state after the last layer that runs; None reads tokens as
@@ -98,7 +99,6 @@ def draft_chain(
     states: list[Tensor] = []
     siblings: list[Tensor] = []
     log_q: list[Tensor] = []
-    path = torch.ones(state.batch, device=device)  # probability of every row's chain
     for depth in range(1, min(num_tokens, max(rooms) - 1) + 1):
         logits = target.run(tree, 1, cache, plan, with_logits=readout is None)
         if logits.shape[-1] > target.vocab_size:  # a head padded beyond what can be embedded
@@ -117,24 +117,24 @@ def draft_chain(
             count = min(most, logits.shape[-1] if among is None else len(among))
             ids, q = draw(state, logits[:, -1], tree.tokens[:, 1:], count, among)
             log_q.append(q)
-            top1 = q.gather(1, ids[:, :1])[:, 0].exp() if confidence > 0 else None
+            probable = q.gather(1, ids).exp() if growth.asks else None
         elif readout is None:
-            ids, top1 = best_of(logits[:, -1], most, confidence > 0)
+            ids, probable = best_of(logits[:, -1], most, growth.asks)
         else:
-            ids, top1 = _best_after(plan.captured[last][:, -1], readout, most, confidence > 0)
+            ids, probable = _best_after(plan.captured[last][:, -1], readout, most, growth.asks)
         ids = ids.to(device)
         siblings.append(ids[:, 1:])
         tree = TokenTree.chain(state.root, torch.cat([tree.tokens[:, 1:], ids[:, :1]], dim=1))
         num_nodes = num_nodes + growing
         growing = growing & (room > depth + 1)
-        if top1 is not None:
-            path = path * top1.to(device)
-            growing = growing & (path >= confidence)
-            # The one host read while drafting: going on for nobody costs more than asking.
-            if not bool(growing.any()):
+        if probable is not None:
+            growing = growth.after(probable.to(device), growing)
+            if not growth.goes_on(growing):
                 break
     length = tree.width
-    tree = _with_leaves(tree, siblings, budget)
+    # Drawn siblings stay, whatever they are.
+    counts = growth.leaves() if not drawn else None
+    tree = _with_leaves(tree, siblings, budget, counts)
     if tree.width > length:
         num_nodes = torch.where(room >= length, tree.width, room)
     resume = None
@@ -152,12 +152,12 @@ def draft_chain(
 
 
 def best_of(logits: Tensor, k: int, measured: bool) -> tuple[Tensor, Tensor | None]:
-    """Ids [B, k] of the largest logits [B, V], and the probability of the first if it is asked."""
+    """Ids [B, k] of the largest logits [B, V], and their probabilities if they are asked for."""
     if k == 1:
         ids = logits.argmax(-1, keepdim=True)
     else:
         ids = logits.topk(min(k, logits.shape[-1])).indices
-    return ids, logits.float().softmax(-1).amax(-1) if measured else None
+    return ids, logits.float().softmax(-1).gather(-1, ids) if measured else None
 
 
 def _best_after(
@@ -166,13 +166,20 @@ def _best_after(
     """The same from the last layer's output [B, C]."""
     if k == 1 and measured:
         token, top1 = readout.best(hidden)
-        return token[:, None], top1
+        return token[:, None], top1[:, None]
     ids, log_probs = readout.top(hidden, k)
-    return ids, log_probs[:, 0].exp() if measured else None
+    return ids, log_probs.exp() if measured else None
 
 
-def _with_leaves(chain: TokenTree, siblings: list[Tensor], budget: int) -> TokenTree:
-    """`chain` with `siblings` of its nodes 1, 2, ... ([B, any] each) as leaves behind it."""
+def _with_leaves(
+    chain: TokenTree, siblings: list[Tensor], budget: int, counts: list[int] | None = None
+) -> TokenTree:
+    """`chain` with `siblings` of its nodes 1, 2, ... ([B, any] each) as leaves behind it.
+
+    `counts` says how many of every node, the best first; None all of them.
+    """
+    if counts is not None:
+        siblings = [ids[:, :count] for ids, count in zip(siblings, counts, strict=True)]
     parents = [node for node, ids in enumerate(siblings) for _ in range(ids.shape[1])]
     parents = parents[: max(0, budget + 1 - chain.width)]
     if not parents:

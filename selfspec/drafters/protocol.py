@@ -16,6 +16,10 @@ class Drafter(Protocol):
 
     Whatever a drafter proposes, the output stays the target's; a bad draft only costs time.
 
+    Optional members: `sizes_itself` (True if it chooses how much to draft, by `state.costs`),
+    `makes_valid_trees` (True if its trees need no check on a device), `bind(architecture)` (called
+    when it is wrapped, to refuse a model that it does not fit), and `promise`, for
+    `CombinedDrafter`.
     """
 
     @property
@@ -27,7 +31,8 @@ class Drafter(Protocol):
         """Propose a tree that starts at `state.root`.
 
         Args:
-            state: To be read, not changed. `state.tokens(b)` is row b; `state.target` runs layers.
+            state: To be read, not changed. `state.tokens(b)` is row b; `state.target` runs layers;
+                `state.costs.choose` says how many of some draft tokens are worth verifying.
             budget: Most draft tokens a row, and greatest depth, the root not counted; at least 1.
 
         Returns:

@@ -43,18 +43,19 @@ def assumed_accuracies(depth: int, ranks: int = 10) -> Table:
 
 
 @lru_cache(maxsize=512)
-def best_paths(accuracies: Table, count: int) -> tuple[Path, ...]:
+def best_paths(accuracies: Table, count: int, least: float = 0.0) -> tuple[Path, ...]:
     """The nodes of the best tree.
 
     Args:
         accuracies: [depth, rank], see the module. A rank counts for no more than a better one: as
             measured on few texts it may seem to.
         count: Most nodes, the root not counted.
+        least: Nodes have to be accepted with more than this probability.
 
     Returns:
         Paths in the order in which they are worth drafting: the first n are the best tree of n
         nodes. Parents and elder siblings come before a node. Fewer than `count` if there are not
-        so many, or the rest is never right.
+        so many, or the rest is not worth it.
     """
     table = [[min(row[: r + 1]) for r in range(len(row))] for row in accuracies]
     # By product; of equal ones the shallower, then the one of better ranks.
@@ -62,7 +63,7 @@ def best_paths(accuracies: Table, count: int) -> tuple[Path, ...]:
     if table and table[0]:
         heap.append((-table[0][0], 1, (0,)))
     found: list[Path] = []
-    while heap and len(found) < count and heap[0][0] < 0:
+    while heap and len(found) < count and -heap[0][0] > least:
         path = heapq.heappop(heap)[2]
         found.append(path)
         for new in ((*path, 0), (*path[:-1], path[-1] + 1)):
@@ -70,6 +71,12 @@ def best_paths(accuracies: Table, count: int) -> tuple[Path, ...]:
                 product = math.prod(table[d][rank] for d, rank in enumerate(new))
                 heapq.heappush(heap, (-product, len(new), new))
     return tuple(found)
+
+
+@lru_cache(maxsize=512)
+def products(accuracies: Table, paths: tuple[Path, ...]) -> tuple[float, ...]:
+    """Probability of every one of `paths`."""
+    return tuple(math.prod(accuracies[d][rank] for d, rank in enumerate(path)) for path in paths)
 
 
 def check_paths(tree: Sequence[Sequence[int]], depth: int, ranks: int) -> tuple[Path, ...]:

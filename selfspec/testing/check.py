@@ -137,7 +137,7 @@ class _Check:
         self.pad = int(pad) if isinstance(pad, int) else 0
         name = drafter if isinstance(drafter, str) else type(drafter).__name__
         try:
-            spec = wrap(model, drafter, off_switch=False)
+            spec = wrap(model, drafter, adaptive=False, off_switch=False)
         except TypeError as error:
             raise DrafterError("members", name, str(error)) from error
         self.inner: Any = spec._drafter

@@ -53,7 +53,7 @@ SEEDS = 3
 ENOUGH = 9  # different tokens in a text that a wrong position would change
 
 DRAFTERS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "ngram": lambda answers: selfspec.NGramDrafter(min_match=1, max_candidates=2),
+    "ngram": lambda answers: selfspec.NGramDrafter(min_match=1, max_candidates=2, min_prob=0.0),
     "oracle-tree": lambda answers: OracleDrafter(answers, 4, (0, 3), VOCAB, branches=2),
     "early-exit": lambda answers: selfspec.EarlyExitDrafter(2, confidence=0.0, branches=2),
     "layer-skip": lambda answers: selfspec.LayerSkipDrafter(confidence=0.0),

@@ -20,15 +20,20 @@ NEW = 40
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 
 DRAFTERS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "ngram": lambda answers: selfspec.NGramDrafter(min_match=1),
-    "ngram-tree": lambda answers: selfspec.NGramDrafter(min_match=1, max_candidates=3),
+    "ngram": lambda answers: selfspec.NGramDrafter(min_match=1, min_prob=0.0),
+    "ngram-tree": lambda answers: selfspec.NGramDrafter(
+        min_match=1, max_candidates=3, min_prob=0.0
+    ),
     "early-exit": lambda answers: selfspec.EarlyExitDrafter(2, confidence=0.0),
     "layer-skip": lambda answers: selfspec.LayerSkipDrafter([1, 2], confidence=0.2),
     "early-exit-branches": lambda answers: selfspec.EarlyExitDrafter(2, 3, 0.0, branches=3),
     "layer-skip-branches": lambda answers: selfspec.LayerSkipDrafter([1, 2], 4, 0.2, branches=2),
     "oracle": lambda answers: OracleDrafter(answers, 5, wrong_at=(0, 3, 1, 5)),
     "oracle-tree": lambda answers: OracleDrafter(answers, 4, wrong_at=(0, 3), branches=2),
-    "merged": lambda answers: [selfspec.NGramDrafter(1), selfspec.EarlyExitDrafter(1)],
+    "merged": lambda answers: [
+        selfspec.NGramDrafter(1, min_prob=0.0),
+        selfspec.EarlyExitDrafter(1),
+    ],
     "random-tree": lambda answers: RandomTreeDrafter(),
     "heads": lambda answers: RandomHeads(),
     "feature": lambda answers: RandomFeature(),

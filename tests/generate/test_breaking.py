@@ -47,7 +47,10 @@ def test_longrope_around_its_limit(pads: int) -> None:
     ids = torch.cat([torch.zeros(1, pads, dtype=torch.int64), tiny.prompts(1)["input_ids"]], 1)
     kwargs = {"attention_mask": (ids > 0).long(), "max_new_tokens": 30, "do_sample": False}
     plain = model.generate(ids, **kwargs)
-    for drafter in (selfspec.NGramDrafter(1), selfspec.EarlyExitDrafter(2, confidence=0.0)):
+    for drafter in (
+        selfspec.NGramDrafter(1, min_prob=0.0),
+        selfspec.EarlyExitDrafter(2, confidence=0.0),
+    ):
         spec = selfspec.wrap(model, drafter=drafter)
         assert spec.generate(ids, **kwargs).equal(plain)
 
@@ -138,7 +141,11 @@ def test_encoder_style_decoders_with_shifted_position_tables(batch: int) -> None
     model = RobertaForCausalLM(config).eval()
     ids = torch.randint(2, 64, (batch, 12), generator=torch.Generator().manual_seed(0))
     plain = model.generate(ids, max_new_tokens=NEW, do_sample=False)
-    for drafter in ("none", selfspec.NGramDrafter(1), OracleDrafter(plain, 4, (0, 3))):
+    for drafter in (
+        "none",
+        selfspec.NGramDrafter(1, min_prob=0.0),
+        OracleDrafter(plain, 4, (0, 3)),
+    ):
         spec = selfspec.wrap(model, drafter=drafter)
         assert spec.generate(ids, max_new_tokens=NEW, do_sample=False).equal(plain)
 

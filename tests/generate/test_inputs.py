@@ -28,7 +28,7 @@ def test_inputs_embeds(name: str) -> None:
     ids = tiny.prompts(1)["input_ids"]
     embeds = model.get_input_embeddings()(ids).detach()
     plain = model.generate(inputs_embeds=embeds, max_new_tokens=NEW)
-    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(min_match=1))
+    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(min_match=1, min_prob=0.0))
     ours = spec.generate(inputs_embeds=embeds, max_new_tokens=NEW)
     assert ours.tolist() == plain.tolist()
     assert spec.stats.fallbacks == 0
@@ -69,7 +69,7 @@ def test_masks_and_ids_that_say_different_things_of_a_cache(
             return str(error)
         return out.tolist(), cache.get_seq_length()
 
-    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(min_match=1))
+    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(min_match=1, min_prob=0.0))
     assert run(spec.generate) == run(model.generate)
     assert spec.stats.fallbacks == (ids <= 0 or more != 0)
 

@@ -130,7 +130,7 @@ def test_a10_one_word_many_times(name: str, dtype: torch.dtype) -> None:
         prompt = torch.full((1, 48), token)
         plain = model.generate(prompt, attention_mask=prompt**0, max_new_tokens=NEW)
         for candidates in (1, 3):
-            drafter = selfspec.NGramDrafter(2, 5, max_candidates=candidates)
+            drafter = selfspec.NGramDrafter(2, 5, max_candidates=candidates, min_prob=0.0)
             spec = selfspec.wrap(model, drafter, max_draft_tokens=4)
             out = spec.generate(prompt, attention_mask=prompt**0, max_new_tokens=NEW)
             assert out.equal(plain)
@@ -344,7 +344,10 @@ def test_a19_prompts_longer_than_a_power_of_two(length: int, graphs: bool) -> No
     mask[1, :500] = 0
     prompt = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 16}
     plain = model.generate(**prompt)
-    for drafter in (OracleDrafter(plain, 5, (0, 3), branches=1), selfspec.NGramDrafter(1)):
+    for drafter in (
+        OracleDrafter(plain, 5, (0, 3), branches=1),
+        selfspec.NGramDrafter(1, min_prob=0.0),
+    ):
         spec = selfspec.wrap(model, drafter, cuda_graphs=graphs)
         assert spec.generate(**prompt).equal(plain)
         assert spec.stats.drafted > 0

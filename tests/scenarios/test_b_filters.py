@@ -71,7 +71,7 @@ WARPERS = {
 DRAFTERS = {
     "drawn chain": lambda: selfspec.EarlyExitDrafter(3, 3, 0.0, do_sample=True),
     "drawn tree": lambda: selfspec.EarlyExitDrafter(3, 3, 0.0, branches=3, do_sample=True),
-    "ngram": lambda: selfspec.NGramDrafter(1),
+    "ngram": lambda: selfspec.NGramDrafter(1, min_prob=0.0),
     "tree": RandomTreeDrafter,
 }
 

@@ -203,7 +203,11 @@ def test_c7_neither_eos_nor_padding_is_configured(batch: int) -> None:
     ids = torch.tensor([[7, 8, 9] * 5 + [7, 8]] * batch)
     before = snapshot(model)
     out, stats = exact(
-        model, {"input_ids": ids}, selfspec.NGramDrafter(1), max_new_tokens=NEW, do_sample=False
+        model,
+        {"input_ids": ids},
+        selfspec.NGramDrafter(1, min_prob=0.0),
+        max_new_tokens=NEW,
+        do_sample=False,
     )
     assert out.shape == (batch, PROMPT + NEW)
     assert stats.drafted > 0
@@ -305,7 +309,7 @@ def test_c1_c3_c4_c6_c9_c13_all_together(model: Any, seed: int) -> None:
         kwargs |= {"do_sample": True, "temperature": random_.choice([0.3, 1.0]), "top_k": 20}
     drafters = [
         OracleDrafter(answers, random_.randint(1, 16), wrong_at=(0, random_.randint(1, 6))),
-        selfspec.NGramDrafter(1),
+        selfspec.NGramDrafter(1, min_prob=0.0),
         selfspec.EarlyExitDrafter(2, 5, 0.0),
     ]
     exact(model, prompt, random_.choice(drafters), graphs=random_.random() < 0.3, **kwargs)

@@ -178,7 +178,7 @@ def test_d3_only_the_tokens_that_the_cache_lacks(model: Any, batch: int) -> None
     outs = []
     for generate in (
         model.generate,
-        selfspec.wrap(model, drafter=selfspec.NGramDrafter(1)).generate,
+        selfspec.wrap(model, drafter=selfspec.NGramDrafter(1, min_prob=0.0)).generate,
         selfspec.wrap(model, drafter=RandomTreeDrafter(), cuda_graphs=True).generate,
     ):
         outs.append(
@@ -254,7 +254,7 @@ def test_d15_a_prompt_of_one_token_and_every_draft_refused(
         assert spec.generate(**prompt, max_new_tokens=NEW).equal(plain)
         assert spec.stats.drafted > 0
         assert (spec.stats.accepted == 0) == (wrong == (1,))
-    for drafter in (selfspec.NGramDrafter(1), selfspec.EarlyExitDrafter(1)):
+    for drafter in (selfspec.NGramDrafter(1, min_prob=0.0), selfspec.EarlyExitDrafter(1)):
         spec = selfspec.wrap(model, drafter=drafter)
         assert spec.generate(**prompt, max_new_tokens=NEW).equal(plain)
 

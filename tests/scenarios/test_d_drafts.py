@@ -46,7 +46,7 @@ def test_d10_the_cache_of_a_draft_is_made_of_true_features(batch: int) -> None:
     network = random_feature(64, 64, taps=(0, 2)).double()
     drafter = Kept(network, min_gain=0.0, min_prob=0.0)
     prompt = tiny.prompts(batch)
-    spec = selfspec.wrap(model, [selfspec.NGramDrafter(1), drafter])
+    spec = selfspec.wrap(model, [selfspec.NGramDrafter(1, min_prob=0.0), drafter])
     spec.generate(**prompt, max_new_tokens=40, do_sample=False)
     assert spec.stats.accepted > 0
     cache = drafter.cache

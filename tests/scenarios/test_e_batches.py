@@ -45,7 +45,7 @@ def test_e1_rows_with_and_without_a_match(model: Any, graphs: bool) -> None:
     rows = [list(row) for pair in zip(REPEATING, SINGLE, strict=True) for row in pair]
     prompt = padded(rows)
     truth = [solo(model, prompt, b, max_new_tokens=NEW) for b in range(6)]
-    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(1), cuda_graphs=graphs)
+    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(1, min_prob=0.0), cuda_graphs=graphs)
     steps = list(spec.stream(**prompt, max_new_tokens=NEW))
     assert [[t for s in steps for t in s.tokens[b]] for b in range(6)] == truth
     mixed = [s for s in steps if 0 in s.num_drafted and any(s.num_drafted)]
@@ -84,7 +84,7 @@ def test_e7_no_row_or_one_row_has_a_draft(model: Any, graphs: bool) -> None:
     # What the n-gram drafter finds: nothing in rows of tokens that occur once.
     prompt = padded([list(row) for row in SINGLE])
     plain = model.generate(**prompt, max_new_tokens=3)
-    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(8), cuda_graphs=graphs)
+    spec = selfspec.wrap(model, drafter=selfspec.NGramDrafter(8, min_prob=0.0), cuda_graphs=graphs)
     assert spec.generate(**prompt, max_new_tokens=3).equal(plain)
     assert spec.stats.drafted == 0
 
@@ -139,7 +139,7 @@ def large_batch(model: Any, batch: int, device: str, graphs: bool) -> None:
     plain = model.generate(**prompt, max_new_tokens=16)
     for drafter in (
         OracleDrafter(plain.cpu(), 5, wrong_at=(0, 3, 1), branches=1),
-        selfspec.NGramDrafter(1),
+        selfspec.NGramDrafter(1, min_prob=0.0),
         selfspec.EarlyExitDrafter(4, 4, 0.0),
     ):
         spec = selfspec.wrap(model, drafter=drafter, cuda_graphs=graphs)

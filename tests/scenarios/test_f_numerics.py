@@ -242,7 +242,7 @@ def test_f4_a_row_of_nan_inside_a_block(
         # Blocks of the root, which stands at 17, and five drafts: index 2 is position 19.
         for drafter in (
             OracleDrafter(plain, 5),
-            selfspec.NGramDrafter(1),
+            selfspec.NGramDrafter(1, min_prob=0.0),
             selfspec.EarlyExitDrafter(4, 4, 0.4, branches=2),
             "none",
         ):

@@ -140,7 +140,11 @@ def test_g6_keys_that_only_the_cache_drops_stay_dropped() -> None:
     """The masks of moshi know no window; transformers' cache, made from its config, does."""
     model, prompt = tiny.build("moshi"), tiny.prompts(1)
     plain = model.generate(**prompt, **GREEDY)
-    for drafter in ("none", OracleDrafter(plain, 4, wrong_at=(2, 0)), selfspec.NGramDrafter(1)):
+    for drafter in (
+        "none",
+        OracleDrafter(plain, 4, wrong_at=(2, 0)),
+        selfspec.NGramDrafter(1, min_prob=0.0),
+    ):
         spec = selfspec.wrap(model, drafter=drafter)
         assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()
         assert spec.stats.fallbacks == 0

@@ -50,7 +50,7 @@ def test_i1_nothing_is_left_by_300_requests(model: Any) -> None:
     """Drafting, drafting nothing, switched off, streamed, left to the stock loop."""
     prompt = tiny.prompts(2)
     wrappers = [
-        selfspec.wrap(model, drafter=NGramDrafter(1)),
+        selfspec.wrap(model, drafter=NGramDrafter(1, min_prob=0.0)),
         selfspec.wrap(model, drafter="early-exit", cuda_graphs=True),
         selfspec.wrap(model, drafter="none"),
         selfspec.wrap(model),
@@ -147,7 +147,7 @@ def test_i4_nothing_is_copied_deeply_in_a_step(model: Any, monkeypatch: pytest.M
     prompt = tiny.prompts(2)
     specs = [
         selfspec.wrap(model, drafter=d)
-        for d in ("none", NGramDrafter(1), "early-exit", RandomTreeDrafter())
+        for d in ("none", NGramDrafter(1, min_prob=0.0), "early-exit", RandomTreeDrafter())
     ]
     monkeypatch.setattr(copy, "deepcopy", counting)
     for generate in (model.generate, *(spec.generate for spec in specs)):

@@ -47,7 +47,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 
 DRAFTERS: dict[str, Callable[[], Any]] = {
-    "ngram": lambda: selfspec.NGramDrafter(1, max_candidates=2),
+    "ngram": lambda: selfspec.NGramDrafter(1, max_candidates=2, min_prob=0.0),
     "early-exit": lambda: selfspec.EarlyExitDrafter(2, 3, 0.0, branches=2),
     "layer-skip": lambda: selfspec.LayerSkipDrafter([1, 2], 3, 0.2),
 }

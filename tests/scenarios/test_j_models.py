@@ -51,7 +51,7 @@ def test_j3_copies_follow_their_own_weights(tmp_path: Path) -> None:
 
 
 def test_j3_a_shallow_copy_shares_the_model_and_nothing_else() -> None:
-    spec = selfspec.wrap(fresh(), drafter=selfspec.NGramDrafter(1))
+    spec = selfspec.wrap(fresh(), drafter=selfspec.NGramDrafter(1, min_prob=0.0))
     other = copy.copy(spec)
     other.enabled = False
     assert other.model is spec.model
@@ -75,7 +75,7 @@ def test_j3_a_call_is_the_models_forward() -> None:
 
 def test_j3_one_drafter_in_two_wrappers_at_once() -> None:
     """A request that starts while another wrapper's has the drafter gets a copy of it."""
-    model, drafter = tiny.build("llama"), selfspec.NGramDrafter(1)
+    model, drafter = tiny.build("llama"), selfspec.NGramDrafter(1, min_prob=0.0)
     first, second = (selfspec.wrap(model, drafter=[drafter]) for _ in range(2))
     plain = model.generate(**tiny.prompts(1), **NEW)
     steps = first.stream(**tiny.prompts(1), **NEW)
@@ -281,7 +281,7 @@ def test_j19_compiled_models(how: Any, caplog: pytest.LogCaptureFixture) -> None
     model = how(fresh(), counter)
     base = tiny.build("llama")
     before = [dict(module.__dict__) for module in model.modules()]
-    drafters = [selfspec.NGramDrafter(1), selfspec.EarlyExitDrafter(3, 3, 0.0)]
+    drafters = [selfspec.NGramDrafter(1, min_prob=0.0), selfspec.EarlyExitDrafter(3, 3, 0.0)]
     for drafter, batch in zip(drafters, (1, 3), strict=True):
         spec = selfspec.wrap(model, drafter=drafter)
         assert spec.model is model

@@ -1,0 +1,224 @@
+"""What steps take and give, measured while they run: the prices that drafts are made by.
+
+A draft is as good as the tokens a second that come of it. By Dinkelbach's rule for such a ratio a
+part of a draft pays if the tokens expected of it exceed the tokens that the time for it gives at
+the present rate. So the time of a verification by its number of nodes, and that of a draft step,
+are turned into tokens, and sizes are chosen for which the difference is largest. No acceptance rate
+is aimed at: where verification is nearly flat in the number of nodes trees grow large, where it is
+not they stay small, and where nothing pays nothing is verified.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from math import isfinite
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from selfspec.match_survival import MatchSurvival
+from selfspec.verify_times import VerifyTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from selfspec.step import Step
+
+# Until there are measurements: about what they are on hardware that multiplies matrices. Tokens
+# that a node and a draft step have to be good for, and what a level is worth over the mass of the
+# nodes that it starts from.
+_NODE, _LEVEL, _WORTH = 0.03, 0.1, 0.5
+_LEAST = 0.005  # of any price: noise may say that something costs nothing
+_NEW = 0.03  # how much one more level counts for
+# Drafts of sizes that are tried at first, each twice, so that the curve is known where it bends.
+_TRIED = (0, 1, 3, 7, 15)
+_AGAIN = 16  # one step in so many tries half or twice the best size
+
+
+class StepCosts:
+    """Kept by a wrapper across its requests; batches of different size are kept apart.
+
+    What drafters learn over requests is here, too, and not in them: a drafter drafts the same from
+    the same state.
+
+    Args:
+        adaptive: Whether prices follow the measurements; else they are what is assumed.
+        keep: Recent steps that a median is taken over: one that was interrupted does not count.
+
+    Attributes:
+        matches: How often copies of the text are right.
+    """
+
+    def __init__(self, adaptive: bool = True, keep: int = 15) -> None:
+        self.adaptive = adaptive
+        self.keep = keep
+        self.matches = MatchSurvival()
+        self._seconds: dict[tuple[int, int], deque[float]] = {}
+        self._rates: dict[int, _Rate] = {}
+        self._verifies: dict[int, VerifyTimes] = {}
+        self._levels: dict[tuple[int, str], deque[float]] = {}
+        self._worths: dict[str, float] = {}
+        self._sizes: dict[int, float] = {}
+        self._drafts: dict[tuple[int, str], deque[float]] = {}
+        self._first = 0  # draft tokens a row that are verified anyway
+
+    def after(self, nodes: int) -> StepCosts:
+        """The same, where `nodes` draft tokens a row are verified anyway."""
+        view = copy.copy(self)
+        view._first += nodes
+        return view
+
+    # ---------------------------------------------------------------- measuring
+
+    def record(self, step: Step) -> None:
+        """Add a step of the loop."""
+        if step.is_prefill:
+            return
+        batch, seconds = len(step.tokens), sum(step.seconds.values())
+        key = batch, _bucket(step.num_nodes)
+        self._seconds.setdefault(key, deque(maxlen=self.keep)).append(seconds)
+        moving = [len(new) for new in step.tokens if new]
+        if not moving:
+            return
+        self._rates.setdefault(batch, _Rate()).add(sum(moving) / len(moving), seconds)
+        after_draft = seconds - step.seconds.get("draft", 0.0)
+        self._verifies.setdefault(batch, VerifyTimes(self.keep)).add(step.num_nodes, after_draft)
+
+    def record_level(self, batch: int, drafter: str, seconds: float) -> None:
+        """Add what one more draft step of a drafter took."""
+        self._levels.setdefault((batch, drafter), deque(maxlen=self.keep)).append(seconds)
+
+    def record_draft(self, batch: int, drafter: str, seconds: float) -> None:
+        """Add what a whole draft of a drafter took."""
+        self._drafts.setdefault((batch, drafter), deque(maxlen=self.keep)).append(seconds)
+
+    def record_worth(self, drafter: str, of_mass: float) -> None:
+        """Add what a level of a drafter's was worth, over the mass of the nodes it started from."""
+        if self.adaptive and isfinite(of_mass):  # a draft may compute NaN
+            usual = self._worths.get(drafter, _WORTH)
+            self._worths[drafter] = usual + _NEW * (of_mass - usual)
+
+    def relative(self, batch: int, nodes: int) -> float | None:
+        """Time of a step with `nodes` nodes over that of a plain one; None if plain is unknown.
+
+        Sizes share a bucket up to the next power of two.
+        """
+        plain = self._seconds.get((batch, 1))
+        if plain is None:
+            return None
+        measured = self._seconds.get((batch, _bucket(nodes)))
+        if measured is None or len(measured) < 2:  # the first of a shape includes its set-up
+            # A cautious guess until then: verification is nearly flat in the number of nodes.
+            return 1.2 + 0.01 * batch * nodes
+        return median(measured) / median(plain)
+
+    # ---------------------------------------------------------------- prices, in tokens a row
+
+    def verify_prices(self, batch: int, most: int) -> np.ndarray:
+        """What verifying n draft tokens a row takes beyond verifying none, [most + 1]."""
+        times, rate = self._verifies.get(batch), self._rate(batch)
+        if times is None or rate is None or not times.is_known:
+            return _NODE * np.arange(most + 1)
+        seconds = times.seconds(most + 1)
+        return rate * (seconds - seconds[0]) + _LEAST * np.arange(most + 1)
+
+    def node_price(self, batch: int) -> float:
+        """What one more node costs a tree of the usual size: about its least probability."""
+        usual = self._first + round(self._sizes.get(batch, 4.0))
+        prices = self.verify_prices(batch, usual + 4)
+        return float(prices[-1] - prices[usual]) / 4
+
+    def level_price(self, batch: int, drafter: str) -> float:
+        """What one more draft step of a drafter costs, nodes not counted."""
+        rate, levels = self._rate(batch), self._levels.get((batch, drafter))
+        if rate is None or levels is None or len(levels) < 3:
+            return _LEVEL
+        return max(rate * median(levels), _LEAST)
+
+    def draft_price(self, batch: int, drafter: str) -> float:
+        """What a draft of a drafter costs, nodes not counted; 0 while it is not known."""
+        rate, drafts = self._rate(batch), self._drafts.get((batch, drafter))
+        return 0.0 if rate is None or drafts is None else rate * median(drafts)
+
+    def worth_of_mass(self, drafter: str) -> float:
+        """What a level of a drafter's is worth, over the mass of the nodes it starts from."""
+        return self._worths.get(drafter, _WORTH)
+
+    def _rate(self, batch: int) -> float | None:
+        """Tokens a second and row: of recent steps, or of plain steps if those are faster."""
+        recent, plain = self._rates.get(batch), self._seconds.get((batch, 1))
+        if not self.adaptive or recent is None or recent.steps < 4:
+            return None
+        known = plain is not None and len(plain) >= 3
+        return max(recent.value, 1 / median(plain) if plain is not None and known else 0.0)
+
+    # ---------------------------------------------------------------- choosing
+
+    def choose(self, batch: int, probable: Sequence[float], first: int = 0) -> int:
+        """How many of some draft tokens to verify.
+
+        Args:
+            batch: B.
+            probable: What each of them is expected to give a row, the best first.
+            first: Draft tokens a row that are verified anyway, before these.
+
+        Returns:
+            0..len(probable): what gives most beyond its price, or a size whose time is wanted.
+        """
+        most, first = len(probable), first + self._first
+        tried = self._tried(batch)
+        if tried is not None:
+            return max(0, min(tried - first, most))
+        prices = self.verify_prices(batch, first + most)[first:]
+        count = int(np.argmax(np.cumsum([0.0, *probable]) - prices))
+        size = self._sizes.get(batch, float(count))
+        self._sizes[batch] = size + 0.1 * (first + count - size)
+        return count
+
+    def is_settled(self, batch: int) -> bool:
+        """Whether the first sizes have been tried: before, some are larger than pays."""
+        return not self.adaptive or self._done(batch) >= 2 * len(_TRIED)
+
+    def _done(self, batch: int) -> int:
+        times = self._verifies.get(batch)
+        return 0 if times is None else times.added
+
+    def _tried(self, batch: int) -> int | None:
+        """A size that should be timed in this step, or None."""
+        if not self.adaptive:
+            return None
+        done = self._done(batch)
+        if not self.is_settled(batch):
+            return _TRIED[-1 - done % len(_TRIED)]
+        if done % _AGAIN:
+            return None
+        usual = self._sizes.get(batch, 4.0)
+        return round(2 * usual + 1 if done // _AGAIN % 2 else usual / 2)
+
+
+class _Rate:
+    """Tokens over seconds of recent steps, older ones counting less and less."""
+
+    decay = 0.98
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._tokens = self._seconds = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.steps += 1
+        self._tokens = self.decay * self._tokens + tokens
+        self._seconds = self.decay * self._seconds + seconds
+
+    @property
+    def value(self) -> float:
+        return self._tokens / self._seconds if self._seconds else 0.0
+
+
+def _bucket(nodes: int) -> int:
+    return 1 << (nodes - 1).bit_length()
+
+
+ASSUMED = StepCosts(adaptive=False)

@@ -1,0 +1,77 @@
+"""How long a verification takes by its number of nodes, from the steps that were made."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+import numpy as np
+
+_PER_NODE = 0.03  # of the time of one, beyond what was measured
+
+
+class VerifyTimes:
+    """A curve through the medians of recent steps of like size.
+
+    Small sizes are kept apart, since there the curve bends: one row of a matrix product is another
+    computation than two, and tiles are filled in steps.
+
+    Args:
+        keep: Recent steps of a size that count.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._steps: dict[int, deque[tuple[int, float]]] = {}
+        self._points: np.ndarray | None = None
+        self.added = 0
+
+    def add(self, nodes: int, seconds: float) -> None:
+        """Add a step over `nodes` nodes a row, the root included."""
+        self._steps.setdefault(_class(nodes), deque(maxlen=self._keep)).append((nodes, seconds))
+        self.added += 1
+        if self.added % 4 == 0:
+            self._points = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are two sizes to draw a curve through."""
+        return len(self._steps) > 1
+
+    def seconds(self, most: int) -> np.ndarray:
+        """Of 1..`most` nodes, [most]; never less for more of them."""
+        if self._points is None:
+            self._points = self._find()
+        at, seconds = self._points
+        wanted = np.arange(1, most + 1)
+        found = np.interp(wanted, at, seconds)
+        slope = _PER_NODE * seconds[0]
+        if len(at) > 1:
+            # Over the upper half of what is known: two neighbours may differ by noise alone.
+            low = int(np.searchsorted(at, at[-1] / 2))
+            low = min(low, len(at) - 2)
+            slope = (seconds[-1] - seconds[low]) / (at[-1] - at[low])
+        found += slope * np.maximum(wanted - at[-1], 0)
+        first = at[0] - wanted
+        return np.asarray(found - _PER_NODE * seconds[0] * np.maximum(first, 0))
+
+    def _find(self) -> np.ndarray:
+        """[2, M] mean sizes and times, neither falling."""
+        points = []
+        for steps in list(self._steps.values()):
+            known = list(steps)
+            times = [seconds for _, seconds in known]
+            # The first step of a shape includes its set-up.
+            usual = min(times) if len(times) < 3 else median(times)
+            points.append((sum(nodes for nodes, _ in known) / len(known), usual))
+        at, seconds = np.array(sorted(points)).T
+        return np.stack([at, np.maximum.accumulate(seconds)])
+
+
+def _class(nodes: int) -> int:
+    """1, 2, 3, 4, then half powers of two: 5-6, 7-8, 9-12, 13-16, 17-24, ..."""
+    if nodes <= 4:
+        return nodes
+    power = (nodes - 1).bit_length()
+    middle = 3 << (power - 2)
+    return middle if nodes <= middle else 1 << power
