@@ -53,6 +53,7 @@ class OffSwitch:
 
     shortest = 3  # with the root, a block of 4
     first_pause, longest_pause = 8, 64
+    unnoticed = 0.02  # plain steps that a draft may take which then is not verified
 
     def __init__(
         self,
@@ -84,13 +85,18 @@ class OffSwitch:
         if step.is_prefill:
             return
         batch = len(step.tokens)
-        if step.num_nodes == 1 or (self.sizes_itself and not self.costs.is_settled(batch)):
+        if self.sizes_itself and not self.costs.is_settled(batch):
             return
         moving = [len(new) for new in step.tokens if new]
         paid = self.costs.relative(batch, step.num_nodes)
         if not moving or paid is None:
             return
         earned = sum(moving) / len(moving)
+        if step.num_nodes == 1:
+            wasted = self.costs.wasted(step)
+            if wasted < self.unnoticed:
+                return
+            paid = earned + wasted
         self.balance = min(self.balance + earned - paid, 4 * self.patience)
         if self.balance < -self.patience:
             self.waiting = self.pause

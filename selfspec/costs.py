@@ -77,13 +77,15 @@ class StepCosts:
         if step.is_prefill:
             return
         batch, seconds = len(step.tokens), sum(step.seconds.values())
+        after_draft = seconds - step.seconds.get("draft", 0.0)
         key = batch, _bucket(step.num_nodes)
-        self._seconds.setdefault(key, deque(maxlen=self.keep)).append(seconds)
+        # A plain step is one without a draft, though one may have been made and found too dear.
+        taken = seconds if step.num_nodes > 1 else after_draft
+        self._seconds.setdefault(key, deque(maxlen=self.keep)).append(taken)
         moving = [len(new) for new in step.tokens if new]
         if not moving:
             return
         self._rates.setdefault(batch, _Rate()).add(sum(moving) / len(moving), seconds)
-        after_draft = seconds - step.seconds.get("draft", 0.0)
         self._verifies.setdefault(batch, VerifyTimes(self.keep)).add(step.num_nodes, after_draft)
 
     def record_level(self, batch: int, drafter: str, seconds: float) -> None:
@@ -100,6 +102,12 @@ class StepCosts:
             usual = self._worths.get(drafter, _WORTH)
             self._worths[drafter] = usual + _NEW * (of_mass - usual)
 
+    def wasted(self, step: Step) -> float:
+        """Plain steps that the draft of a step took whose nodes were all found too dear."""
+        if step.num_nodes > 1 or (len(step.tokens), 1) not in self._seconds:
+            return 0.0
+        return step.seconds.get("draft", 0.0) / self._plain(len(step.tokens))
+
     def relative(self, batch: int, nodes: int) -> float | None:
         """Time of a step with `nodes` nodes over that of a plain one; None if plain is unknown.
 
@@ -112,7 +120,7 @@ class StepCosts:
         if measured is None or len(measured) < 2:  # the first of a shape includes its set-up
             # A cautious guess until then: verification is nearly flat in the number of nodes.
             return 1.2 + 0.01 * batch * nodes
-        return median(measured) / median(plain)
+        return median(measured) / self._plain(batch)
 
     # ---------------------------------------------------------------- prices, in tokens a row
 
@@ -152,7 +160,11 @@ class StepCosts:
         if not self.adaptive or recent is None or recent.steps < 4:
             return None
         known = plain is not None and len(plain) >= 3
-        return max(recent.value, 1 / median(plain) if plain is not None and known else 0.0)
+        return max(recent.value, 1 / self._plain(batch) if known else 0.0)
+
+    def _plain(self, batch: int) -> float:
+        """Seconds of a plain step; never nothing, whatever a clock says."""
+        return max(median(self._seconds[batch, 1]), 1e-9)
 
     # ---------------------------------------------------------------- choosing
 

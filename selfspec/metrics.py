@@ -31,7 +31,8 @@ class SpecStats:
         forwards: Target forwards (verify and plain), the prefill not counted.
         plain_forwards: Those without a draft.
         seconds: Time by station: prefill, draft, verify, accept, commit.
-        plain_seconds: Time of all steps without a draft.
+        plain_seconds: Time of all steps without a draft, but for making drafts that were then found
+            too dear to verify.
     """
 
     requests: int = 0
@@ -113,7 +114,7 @@ class SpecStats:
         if not any(step.num_drafted):
             self.plain_forwards += 1
             self.plain_tokens += tokens
-            self.plain_seconds += sum(step.seconds.values())
+            self.plain_seconds += sum(step.seconds.values()) - step.seconds.get("draft", 0.0)
             return
         for new, drafted, accepted, deepest in zip(
             step.tokens, step.num_drafted, step.num_accepted, step.draft_depth, strict=True

@@ -78,6 +78,22 @@ def test_sizes_that_are_tried_are_not_held_against_the_draft() -> None:
     assert switch.budget(STATE) == 0
 
 
+@pytest.mark.parametrize(("draft_seconds", "pauses"), [(0.008, True), (0.0004, False)])
+def test_drafts_that_are_made_and_not_verified_are_paid_for(
+    draft_seconds: float, pauses: bool
+) -> None:
+    """Where nothing pays, making drafts does not either, unless they cost nothing."""
+    switch = OffSwitch(StepCosts(), 31, sizes_itself=True)
+    waiting = 0
+    for _ in range(64):
+        asked = switch.budget(STATE) > 0
+        waiting += not asked
+        observe(switch, step(1, 0, cost(1), draft_seconds=draft_seconds if asked else 0.0))
+    assert (waiting > 30) is pauses
+    assert switch.costs.relative(1, 1) == 1.0
+    assert switch.costs._rate(1) == pytest.approx(1 / cost(1))
+
+
 def test_rows_of_a_batch_are_averaged() -> None:
     """Seven rows that gain nothing outvote one that gains."""
     switch = OffSwitch(StepCosts(), 31)
