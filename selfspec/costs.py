@@ -34,7 +34,11 @@ _LEAST = 0.005  # of any price: noise may say that something costs nothing
 _NEW = 0.03  # how much one more level counts for
 # Drafts of sizes that are tried at first, each twice, so that the curve is known where it bends.
 _TRIED = (0, 1, 3, 7, 15)
-_AGAIN = 16  # one step in so many tries half or twice the best size
+_AGAIN = 16  # one step in so many tries half or twice the best size, one no in so many is a yes
+_FAR = 12  # nodes ahead that a price looks: one step up in the curve may be worth it
+# The machine has changed if so many steps took, in the median, so much more or less than others of
+# their size before.
+_CHANGED, _FACTOR = 8, 1.4
 
 
 class StepCosts:
@@ -62,6 +66,8 @@ class StepCosts:
         self._worths: dict[str, float] = {}
         self._sizes: dict[int, float] = {}
         self._drafts: dict[tuple[int, str], deque[float]] = {}
+        self._refused: dict[tuple[int, str], int] = {}
+        self._ratios: dict[int, deque[float]] = {}
         self._first = 0  # draft tokens a row that are verified anyway
 
     def after(self, nodes: int) -> StepCosts:
@@ -78,6 +84,8 @@ class StepCosts:
             return
         batch, seconds = len(step.tokens), sum(step.seconds.values())
         after_draft = seconds - step.seconds.get("draft", 0.0)
+        if self._has_changed(batch, step.num_nodes, after_draft):
+            self._forget(batch)
         key = batch, _bucket(step.num_nodes)
         # A plain step is one without a draft, though one may have been made and found too dear.
         taken = seconds if step.num_nodes > 1 else after_draft
@@ -87,6 +95,25 @@ class StepCosts:
             return
         self._rates.setdefault(batch, _Rate()).add(sum(moving) / len(moving), seconds)
         self._verifies.setdefault(batch, VerifyTimes(self.keep)).add(step.num_nodes, after_draft)
+
+    def _has_changed(self, batch: int, nodes: int, seconds: float) -> bool:
+        times = self._verifies.get(batch)
+        if times is None or not times.is_known or not self.is_settled(batch):
+            return False
+        ratios = self._ratios.setdefault(batch, deque(maxlen=_CHANGED))
+        ratios.append(seconds / max(float(times.seconds(nodes)[-1]), 1e-9))
+        usual = median(ratios)
+        return len(ratios) == _CHANGED and not 1 / _FACTOR < usual < _FACTOR
+
+    def _forget(self, batch: int) -> None:
+        """Drop what was measured when the machine was faster or slower: all is tried anew."""
+        for by_batch in (self._rates, self._verifies, self._sizes, self._ratios):
+            by_batch.pop(batch, None)
+        for key in [key for key in list(self._seconds) if key[0] == batch]:
+            self._seconds.pop(key, None)
+        for by_drafter in (self._levels, self._drafts):
+            for pair in [pair for pair in list(by_drafter) if pair[0] == batch]:
+                by_drafter.pop(pair, None)
 
     def record_level(self, batch: int, drafter: str, seconds: float) -> None:
         """Add what one more draft step of a drafter took."""
@@ -133,10 +160,13 @@ class StepCosts:
         return rate * (seconds - seconds[0]) + _LEAST * np.arange(most + 1)
 
     def node_price(self, batch: int) -> float:
-        """What one more node costs a tree of the usual size: about its least probability."""
+        """What one more node costs a tree of the usual size: about its least probability.
+
+        In the cheapest of larger trees: where the curve has a step, those behind it share its cost.
+        """
         usual = self._first + round(self._sizes.get(batch, 4.0))
-        prices = self.verify_prices(batch, usual + 4)
-        return float(prices[-1] - prices[usual]) / 4
+        prices = self.verify_prices(batch, usual + _FAR)[usual:]
+        return float(((prices[1:] - prices[0]) / np.arange(1, _FAR + 1)).min())
 
     def level_price(self, batch: int, drafter: str) -> float:
         """What one more draft step of a drafter costs, nodes not counted."""
@@ -148,7 +178,9 @@ class StepCosts:
     def draft_price(self, batch: int, drafter: str) -> float:
         """What a draft of a drafter costs, nodes not counted; 0 while it is not known."""
         rate, drafts = self._rate(batch), self._drafts.get((batch, drafter))
-        return 0.0 if rate is None or drafts is None else rate * median(drafts)
+        if rate is None or drafts is None or len(drafts) < 3:
+            return 0.0
+        return rate * median(drafts)
 
     def worth_of_mass(self, drafter: str) -> float:
         """What a level of a drafter's is worth, over the mass of the nodes it starts from."""
@@ -188,6 +220,14 @@ class StepCosts:
         size = self._sizes.get(batch, float(count))
         self._sizes[batch] = size + 0.1 * (first + count - size)
         return count
+
+    def looks_again(self, batch: int, what: str) -> bool:
+        """Whether what does not pay is done all the same, to see whether it still does not."""
+        if not self.adaptive:
+            return False
+        count = self._refused.get((batch, what), 0) + 1
+        self._refused[batch, what] = count
+        return count % _AGAIN == 0
 
     def is_settled(self, batch: int) -> bool:
         """Whether the first sizes have been tried: before, some are larger than pays."""

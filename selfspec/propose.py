@@ -36,8 +36,14 @@ def propose(drafter: Drafter, state: DecodeState, budget: int) -> TokenTree:
         )
     # Reading a tree back from a device stalls it; there, only drafts of strangers are worth that.
     if state.root.is_cpu or not getattr(drafter, "makes_valid_trees", False):
-        tree.validate(state.root, state.target.vocab_size, budget)
-        check_resume(tree, state.target.architecture.num_layers)
+        try:
+            tree.validate(state.root, state.target.vocab_size, budget)
+            check_resume(tree, state.target.architecture.num_layers)
+        except ValueError as error:
+            raise ValueError(
+                f"{type(drafter).__name__} drafted what cannot be verified: {error} "
+                "selfspec.testing.check_drafter says which rule is broken."
+            ) from error
     if state.target.architecture.support == "chain" and not tree.is_chain:
         return tree.first_chains()
     return tree

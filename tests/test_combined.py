@@ -45,7 +45,8 @@ def timed(seconds: float | None) -> StepCosts:
     for nodes in (1, 2, 3, 4, 6, 8) * 6:
         costs.record(step(nodes, 0, 0.040 + 0.002 * (nodes - 1)))
     if seconds is not None:
-        costs.record_draft(1, "Second", seconds)
+        for _ in range(3):
+            costs.record_draft(1, "Second", seconds)
     return costs
 
 
@@ -67,6 +68,25 @@ def test_who_is_asked(promise: float, seconds: float | None, asked: bool) -> Non
     tree = CombinedDrafter([Chain(3, promise), second]).draft(state, 9)
     assert bool(second.asked) is asked
     assert tree.tokens[0].tolist() == [7, 3, 4][: 3 if asked else 2]
+
+
+def test_who_was_too_slow_is_asked_again() -> None:
+    """Its first drafts, or those of a bad moment, do not decide for good."""
+    costs, second = timed(9.0), Second(4)
+    for _ in range(400):
+        CombinedDrafter([Chain(3, 0.05), second]).draft(_state(costs), 9)
+    assert len(second.asked) > 100
+
+
+@pytest.mark.parametrize(("promise", "error"), [("x", True), ([1], True), (None, False)])
+def test_promises_that_are_no_numbers(promise: Any, error: bool) -> None:
+    first = Chain(3, promise)
+    if error:
+        with pytest.raises(TypeError, match=r"Chain\.promise is .*; it must be a probability"):
+            CombinedDrafter([first, Second(4)]).draft(_state(timed(0.01)), 9)
+    else:
+        tree = CombinedDrafter([first, Second(4)]).draft(_state(timed(0.01)), 9)
+        assert tree.tokens[0].tolist() == [7, 3, 4]
 
 
 def test_later_ones_pay_what_nodes_cost_behind_those_that_are_there() -> None:

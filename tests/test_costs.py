@@ -174,6 +174,44 @@ def test_where_plain_steps_are_faster_their_rate_is_the_price() -> None:
     assert costs.level_price(1, "a") == pytest.approx(LEVEL / (PLAIN / 2), rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [0.1, 0.4, 3.0])
+def test_a_machine_that_has_changed_is_measured_anew(factor: float) -> None:
+    """Also of sizes that are not drafted any more, and of draft steps that are not made."""
+    costs = StepCosts()
+    run(costs, CURVES["linear"], 1)
+    for _ in range(20):
+        costs.record_level(1, "d", LEVEL)
+        costs.record_draft(1, "d", LEVEL)
+    for _ in range(40):
+        size = costs.choose(1, [0.5, 0.3, 0.1])
+        costs.record(step(1 + size, 1, factor * CURVES["linear"](1 + size)))
+        costs.record_level(1, "d", factor * LEVEL)
+    curve = [factor * CURVES["linear"](nodes) for nodes in range(1, 17)]
+    assert costs._verifies[1].seconds(16) == pytest.approx(curve, rel=0.1)
+    rate = costs._rate(1)
+    assert rate is not None
+    assert costs.level_price(1, "d") == pytest.approx(rate * factor * LEVEL, rel=0.1)
+    assert costs._plain(1) == pytest.approx(factor * PLAIN, rel=0.1)
+
+
+def test_a_slow_step_in_three_does_not_mean_that_the_machine_has_changed() -> None:
+    costs = StepCosts()
+    run(costs, CURVES["linear"], 1)
+    before = costs._verifies[1]
+    for i in range(60):
+        costs.record(step(4, 1, CURVES["linear"](4) * (3 if i % 3 == 0 else 1)))
+    assert costs._verifies[1] is before
+
+
+def test_where_the_curve_has_a_step_those_behind_it_share_its_cost() -> None:
+    costs = StepCosts()
+    run(costs, CURVES["jump"], 1)
+    costs._sizes[1] = 2.0
+    prices = costs.verify_prices(1, 14)
+    assert prices[3] - prices[2] > 0.3
+    assert costs.node_price(1) < 0.12
+
+
 def test_nothing_is_learned_of_assumed_costs() -> None:
     costs = StepCosts(adaptive=False)
     for _ in range(9):

@@ -269,6 +269,21 @@ def test_nothing_is_verified_that_is_not_worth_it() -> None:
     assert shallow[0] < everything[0]
 
 
+def test_a_draft_that_is_sure_that_it_is_wrong_is_a_tree_all_the_same() -> None:
+    """Probabilities so small that a child's is rounded to its parent's."""
+    made, prompt = network(), tiny.prompts(3)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "head" in name:
+                parameter.mul_(1e3)
+    plain = model().generate(**prompt, **GREEDY)
+    for graphs in (False, True):
+        drafter = FeatureDrafter(made, min_gain=0.0, min_prob=0.0)
+        spec = selfspec.wrap(model(), drafter, cuda_graphs=graphs, max_draft_tokens=7)
+        assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()
+        assert spec.stats.drafted > 0
+
+
 def test_copies_draft_for_themselves() -> None:
     """A wrapper's drafter in use is copied; a copy has nothing of the request of the original."""
     drafter = FeatureDrafter(network())

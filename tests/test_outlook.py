@@ -51,15 +51,27 @@ def test_a_step_takes_the_time_of_one_for_all_rows_that_go_on() -> None:
 
 
 def test_what_levels_were_worth_is_what_they_are_thought_worth() -> None:
-    costs = StepCosts()
+    costs, some = priced(0.02, 0.11), torch.tensor([0.9, 0.5])
     for _ in range(300):
-        outlook = Outlook(state(costs), "d", 0.3)
-        outlook.goes_on(torch.tensor([0.9, 0.5]))
+        outlook = Outlook(state(costs), "d")
+        outlook.goes_on(some)
         outlook.goes_on(torch.tensor([0.1, 0.5]))
     assert costs.worth_of_mass("d") == pytest.approx(0.2, abs=0.01)
     assert costs.worth_of_mass("another") == 0.5
-    assert not Outlook(state(costs), "d", 0.11).goes_on(torch.tensor([0.9, 0.5]))
-    assert Outlook(state(costs), "d", 0.09).goes_on(torch.tensor([0.9, 0.5]))
+    # One no in sixteen is a yes, so that what has changed is seen.
+    yes = [Outlook(state(costs), "d").goes_on(some) for _ in range(64)]
+    assert yes.count(True) == 4
+    costs.level_price = lambda batch, drafter: 0.09  # type: ignore[method-assign]
+    assert all(Outlook(state(costs), "d").goes_on(some) for _ in range(16))
+
+
+def test_a_number_fixes_how_far_a_draft_goes() -> None:
+    costs = StepCosts()
+    for _ in range(300):
+        outlook = Outlook(state(costs), "d", 0.2)
+        assert outlook.goes_on(torch.tensor([0.9, 0.5]))
+        assert not outlook.goes_on(torch.tensor([0.0, 0.3]))
+    assert costs.worth_of_mass("d") == 0.5
 
 
 def test_a_draft_that_computes_nan_is_not_learned_from() -> None:

@@ -63,12 +63,13 @@ class CombinedDrafter:
         trees, promise, nodes, costs = [], 0.0, 0, state.costs
         for drafter in self.drafters:
             name = type(drafter).__name__
-            if promise > 0 and 1.0 - promise < costs.draft_price(state.batch, name):
+            is_dear = promise > 0 and 1.0 - promise < costs.draft_price(state.batch, name)
+            if is_dear and not costs.looks_again(state.batch, f"asking {name}"):
                 continue  # what is left to it is worth less than its time
             start = perf_counter()
             trees.append(drafter.draft(state.priced_after(nodes), budget))
             costs.record_draft(state.batch, name, perf_counter() - start)
-            promise = max(promise, getattr(drafter, "promise", 0.0))
+            promise = max(promise, _promise(drafter))
             nodes += trees[-1].width - 1
         return TokenTree.merge(trees, budget)
 
@@ -81,3 +82,18 @@ class CombinedDrafter:
         """Let all of them forget."""
         for drafter in self.drafters:
             drafter.reset()
+
+
+def _promise(drafter: Drafter) -> float:
+    """What it says of its last draft; None is not known.
+
+    Raises:
+        TypeError: If it is something else than a number.
+    """
+    promise = getattr(drafter, "promise", None)
+    try:
+        return 0.0 if promise is None else float(promise)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{type(drafter).__name__}.promise is {promise!r}; it must be a probability, or None."
+        ) from None

@@ -64,7 +64,10 @@ class DynamicTree:
         """
         batch, _, best = tokens.shape
         self.levels += 1
-        scores = self._open_scores[:, :, None] + log_probs.clamp(max=_CERTAIN)
+        above = self._open_scores[:, :, None]
+        scores = above + log_probs.clamp(max=_CERTAIN)
+        # So improbable that the difference is lost in rounding: still less than the parent.
+        scores = torch.minimum(scores, torch.nextafter(above, above.new_tensor(-math.inf)))
         if self.levels > min(self._rooms):
             closed = torch.tensor([room < self.levels for room in self._rooms])
             scores = scores.masked_fill(closed.to(scores.device)[:, None, None], float("-inf"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from selfspec.costs import ASSUMED
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,13 +24,15 @@ class Outlook:
     Args:
         state: Where decoding stands.
         name: Of the drafter, under which its draft steps are known.
-        least: Tokens a row that a draft step has to be worth. None: what is decoded in the time of
-            one, as measured.
+        least: Tokens a row that a draft step has to be worth, by what levels are assumed to be
+            worth. None: what is decoded in the time of one, and what they were worth, as measured;
+            now and then a step is made that does not pay, to see whether that has changed.
     """
 
     def __init__(self, state: DecodeState, name: str, least: float | None = None) -> None:
         self._name = name
         self._costs, self._batch = state.costs, state.batch
+        self._is_measured = least is None
         price = state.costs.level_price(state.batch, name) if least is None else least
         self._least = price * max(1, state.frozen.count(False))  # a step takes the time of one
         self._mass = 0.0
@@ -45,7 +49,11 @@ class Outlook:
         now, costs = perf_counter(), self._costs
         if self._since is not None:
             costs.record_level(self._batch, self._name, now - self._since)
-        if self._mass > 0:
+        if self._mass > 0 and self._is_measured:
             costs.record_worth(self._name, worth / self._mass)
         self._since, self._mass = now, mass
-        return float(mass * costs.worth_of_mass(self._name)) >= self._least
+        if not self._is_measured:
+            return float(mass * ASSUMED.worth_of_mass(self._name)) >= self._least
+        if mass * costs.worth_of_mass(self._name) >= self._least:
+            return True
+        return mass > 0 and costs.looks_again(self._batch, self._name)
