@@ -37,6 +37,8 @@ def chosen(path: Path, per_task: int, seed: int = 0) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         row = json.loads(line)
+        if not {"task", "prompt"} <= row.keys():
+            raise SystemExit(f"{path}: every line has a task and a prompt, not so {line[:80]}")
         by_task.setdefault(row["task"], []).append(row)
     order = random.Random(seed)
     parts = (order.sample(rows, min(per_task, len(rows))) for rows in by_task.values())
@@ -162,7 +164,7 @@ def table(result: dict[str, Any]) -> str:
         f"SmolLM2-135M-Instruct, {result['dtype']}, greedy, {result['tokens']} tokens, batch 1, "
         f"{machine['threads']} threads of one {machine['cpu']}{bf16}, torch {machine['torch']}, "
         f"transformers {machine['transformers']}, commit {machine['commit'][:7]}; "
-        f"{result['prompts']['per task']} prompts a task that no draft was trained on, plain "
+        f"{result['prompts']['per task']} prompts a task, plain "
         "`generate` in the same process, prompt by prompt. Time of plain over time of the draft, "
         "and tau.",
         "",
@@ -188,7 +190,7 @@ def identity(prompts: list[tuple[str, Any]], args: Any, names: list[str]) -> dic
         plain = model.generate(**inputs, **options).tolist()
         for name, spec in specs.items():
             same[name] += spec.generate(**inputs, **options).tolist() == plain
-        print(same, flush=True)
+        print(f"identical so far: {same}", flush=True)
     return same
 
 
@@ -286,8 +288,12 @@ def main() -> None:
         for name, tasks in found["summary"].items():
             line = "  ".join(f"{t} {v['speedup']:.2f}x/{v['tau']:.2f}" for t, v in tasks.items())
             print(f"{mode} {name}: {line}")
-    print({k: v for k, v in result.items() if isinstance(v, float)})
-    print(result.get("identical in float32"))
+    for name, value in result.items():
+        if isinstance(value, float):
+            print(f"{name}: {value:.3f}")
+    if same := result.get("identical in float32"):
+        texts = ", ".join(f"{name} {same[name]}" for name in same if name != "of")
+        print(f"texts identical in float32, of {same['of']}: {texts}")
 
 
 if __name__ == "__main__":

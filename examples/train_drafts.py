@@ -7,7 +7,7 @@ Three steps, each of which goes on where a run before it was stopped:
     python examples/train_drafts.py train --work work --kind feature --set total_tokens=20000000
 
 `all` runs them one after the other. A line of the prompts has `prompt` (a user's message) or
-`prompt_ids`, and an `id`. Without `--model` the model is the demo model.
+`prompt_ids`, and perhaps an `id`. Without `--model` the model is the demo model.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import demo_model
+from selfspec.checkpoints import load
 from selfspec.training import (
     Answer,
     StreamedStates,
@@ -47,7 +48,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.step in ("states", "all") and not options.streamed:
         states(options, model)
     if options.step in ("train", "all"):
-        fit(options, model)
+        try:
+            fit(options, model)
+        except ValueError as error:  # of an option, or of what lies in a folder
+            raise SystemExit(f"train: {error}") from error
 
 
 def answers(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
@@ -88,7 +92,10 @@ def fit(options: argparse.Namespace, model: Any) -> None:
         found = _answered(options)
         data = StreamedStates(model, found, max_length=options.max_length)
     out = options.out or options.work / options.kind
-    train(config, model, data, out, license=options.license, say=print)
+    initial: Any = None
+    if options.initial is not None:
+        initial = load(options.initial, model=model, kind=options.kind)
+    train(config, model, data, out, initial=initial, license=options.license, say=print)
     print(f"the best draft is in {out / 'best'}")
 
 
@@ -144,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     fitted = parser.add_argument_group("train")
     fitted.add_argument("--kind", choices=("feature", "heads", "exit"), default="feature")
     fitted.add_argument("--out", type=Path, help="default: a folder named after the kind in --work")
+    fitted.add_argument("--initial", type=Path, help="a draft to go on from, with --out another")
     fitted.add_argument("--license", help="of the draft, an SPDX name")
     fitted.add_argument(
         "--set",

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -136,6 +137,9 @@ def _decoded(text: str) -> np.ndarray[Any, np.dtype[np.float64]]:
     return values.double().numpy()
 
 
+_WARNED: WeakKeyDictionary[PreTrainedModel, set[str]] = WeakKeyDictionary()
+
+
 def check_base(base: BaseModel, model: PreTrainedModel, strict_base: bool = True) -> None:
     """Refuse a draft that was made for another model.
 
@@ -166,7 +170,10 @@ def check_base(base: BaseModel, model: PreTrainedModel, strict_base: bool = True
             f"{message} Load a draft for this model or train one, or pass strict_base=False to use "
             "this one anyway (the text stays the model's; less of it may be drafted right)."
         )
-    logger.warning("%s It is used anyway, as asked for.", message)
+    warned = _WARNED.setdefault(model, set())
+    if message not in warned:  # a draft is looked at when it is loaded, and by every wrapper
+        warned.add(message)
+        logger.warning("%s It is used anyway, as asked for.", message)
 
 
 def head_rows(model: PreTrainedModel, ids: Tensor | None, vocab_size: int) -> Tensor:

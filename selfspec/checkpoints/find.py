@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("selfspec")
 
 BESIDE = "drafts"
+BEST = "best"  # in the folder of a training run
 _STEMS = ("model", "pytorch_model")
 _EAGLE_MARKS = ("fc.", "midlayer.", "d2t")
 _MEDUSA_KEYS = {"medusa_num_heads", "medusa_num_layers"}
@@ -76,6 +77,8 @@ def load_all(
 ) -> dict[Kind, nn.Module]:
     """Load all drafts of a folder: its own, or those in its subfolders feature, heads and exit.
 
+    The folder of a training run holds the draft that is in its subfolder `best`.
+
     Args and errors are those of `load`.
 
     Returns:
@@ -86,7 +89,7 @@ def load_all(
     for place in _places(folder):
         network = _one(place, model, strict_base)
         kind = kind_of(network)
-        if place != folder and place.name != kind:
+        if place not in (folder, folder / BEST) and kind not in (place.name, place.parent.name):
             raise ValueError(f"{place} holds a draft of kind {kind!r}: rename the folder.")
         found[kind] = network
     if not found:
@@ -151,9 +154,17 @@ def check_network(network: nn.Module, model: PreTrainedModel) -> None:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Where a draft lies: the folder itself, or those of its subfolders that are named by kind."""
-    places = [folder] if (folder / CONFIG).is_file() else [folder / kind for kind in KINDS]
-    return [place for place in places if (place / CONFIG).is_file()]
+    """Where a draft lies: the folder itself, or those of its subfolders that are named by kind.
+
+    In each of them, or where training leaves the best one of a run.
+    """
+    if own := _draft_in(folder):
+        return [own]
+    return [place for kind in KINDS if (place := _draft_in(folder / kind)) is not None]
+
+
+def _draft_in(folder: Path) -> Path | None:
+    return next((p for p in (folder, folder / BEST) if (p / CONFIG).is_file()), None)
 
 
 def _one(folder: Path, model: PreTrainedModel | None, strict_base: bool) -> nn.Module:

@@ -291,13 +291,13 @@ class _Run:
         if changed:
             values = ", ".join(f"{k}={mine[k]!r} (before: {theirs.get(k)!r})" for k in changed)
             raise ValueError(
-                f"{self.out} has a run with another config: {values}. Choose another folder, with "
-                "initial= to go on from its weights."
+                f"{self.out} has a run with another config: {values}. Choose another folder (out=, "
+                "--out of train_drafts.py), with initial= (--initial) to go on from its weights."
             )
         if place["states"] != self.states.identity:
             raise ValueError(
-                f"{self.out} has a run on other states: choose another folder, with initial= to go "
-                "on from its weights."
+                f"{self.out} has a run on other states: choose another folder (out=, --out of "
+                "train_drafts.py), with initial= (--initial) to go on from its weights."
             )
         self.optimizer.load(tensors)
         for name in ("step", "tokens", "epoch", "position", "skipped", "shown"):

@@ -82,8 +82,9 @@ def test_a_fine_tune_is_refused_unless_asked_for(
     with pytest.raises(ValueError, match=r"made for the/base: \d+ of 256 sampled.*strict_base=F"):
         check_base(base, tuned)
     with caplog.at_level(logging.WARNING, logger="selfspec"):
-        check_base(base, tuned, strict_base=False)
-    assert "used anyway" in caplog.text
+        for _ in range(3):  # when it is loaded, and by every wrapper
+            check_base(base, tuned, strict_base=False)
+    assert caplog.text.count("used anyway") == 1
 
 
 def test_other_sizes_are_named_and_cannot_be_let_through(model: Any) -> None:

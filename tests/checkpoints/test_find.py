@@ -93,6 +93,21 @@ def test_one_of_several(tmp_path: Path, model: Any) -> None:
         checkpoints.load_all(tmp_path)
 
 
+def test_the_folder_of_a_training_run(tmp_path: Path, model: Any) -> None:
+    """Its best draft, by the folder of the run and by the one that has several runs."""
+    save_all(tmp_path, model)
+    for kind in ("feature", "heads"):
+        run = tmp_path / "runs" / kind
+        run.mkdir(parents=True)
+        (tmp_path / kind).rename(run / "best")
+        (run / "log.jsonl").write_text("")
+    assert list(checkpoints.load_all(tmp_path / "runs", model=model)) == ["feature", "heads"]
+    assert list(checkpoints.load_all(tmp_path / "runs" / "heads")) == ["heads"]
+    (tmp_path / "runs" / "heads").rename(tmp_path / "runs" / "exit")
+    with pytest.raises(ValueError, match="best holds a draft of kind 'heads': rename the folder"):
+        checkpoints.load_all(tmp_path / "runs")
+
+
 def test_places_without_drafts(tmp_path: Path, model: Any) -> None:
     with pytest.raises(ValueError, match=r"holds no drafts: looked for config\.json, feature/con"):
         checkpoints.load(tmp_path)

@@ -50,6 +50,15 @@ def test_step_by_step(work: Path, capsys: Any) -> None:
     card = card_of(network)
     assert card is not None
     assert card.license == "Apache-2.0"
+    longer = ["--set", "total_tokens=3000", *SETTINGS[2:]]
+    with pytest.raises(SystemExit, match=r"total_tokens=3000 \(before: 2000\).*--initial"):
+        run(work, "train", *longer)
+    more = ["--initial", str(work / "feature"), "--out", str(work / "longer")]
+    run(work, "train", *longer, *more)
+    longer_card = card_of(load(work / "longer", model=target()))
+    assert longer_card is not None
+    taus = [one.evaluation["held_out"]["tau"] for one in (card, longer_card)]
+    assert taus[1] > taus[0]  # it had seen more
 
 
 def test_all_at_once_without_states_on_disk(work: Path) -> None:
@@ -71,5 +80,5 @@ def test_prompts_are_asked_for(work: Path) -> None:
             run(work, *step)
     with pytest.raises(SystemExit, match="--threads -1 must be at least 1"):
         run(work, "states", "--threads", "-1")
-    with pytest.raises(ValueError, match="unknown option nonsense"):
+    with pytest.raises(SystemExit, match="unknown option nonsense"):
         run(work, "train", "--set", "nonsense=1")
