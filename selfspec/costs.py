@@ -102,8 +102,8 @@ class StepCosts:
             return False
         ratios = self._ratios.setdefault(batch, deque(maxlen=_CHANGED))
         ratios.append(seconds / max(float(times.seconds(nodes)[-1]), 1e-9))
-        usual = median(ratios)
-        return len(ratios) == _CHANGED and not 1 / _FACTOR < usual < _FACTOR
+        usual = _usual(ratios, least=_CHANGED)
+        return usual is not None and not 1 / _FACTOR < usual < _FACTOR
 
     def _forget(self, batch: int) -> None:
         """Drop what was measured when the machine was faster or slower: all is tried anew."""
@@ -131,23 +131,25 @@ class StepCosts:
 
     def wasted(self, step: Step) -> float:
         """Plain steps that the draft of a step took whose nodes were all found too dear."""
-        if step.num_nodes > 1 or (len(step.tokens), 1) not in self._seconds:
+        plain = _usual(self._seconds.get((len(step.tokens), 1)))
+        if step.num_nodes > 1 or plain is None:
             return 0.0
-        return step.seconds.get("draft", 0.0) / self._plain(len(step.tokens))
+        return step.seconds.get("draft", 0.0) / plain
 
     def relative(self, batch: int, nodes: int) -> float | None:
         """Time of a step with `nodes` nodes over that of a plain one; None if plain is unknown.
 
         Sizes share a bucket up to the next power of two.
         """
-        plain = self._seconds.get((batch, 1))
+        plain = _usual(self._seconds.get((batch, 1)))
         if plain is None:
             return None
-        measured = self._seconds.get((batch, _bucket(nodes)))
-        if measured is None or len(measured) < 2:  # the first of a shape includes its set-up
+        # The first of a shape includes its set-up.
+        measured = _usual(self._seconds.get((batch, _bucket(nodes))), least=1 if nodes == 1 else 2)
+        if measured is None:
             # A cautious guess until then: verification is nearly flat in the number of nodes.
             return 1.2 + 0.01 * batch * nodes
-        return median(measured) / self._plain(batch)
+        return measured / plain
 
     # ---------------------------------------------------------------- prices, in tokens a row
 
@@ -170,17 +172,15 @@ class StepCosts:
 
     def level_price(self, batch: int, drafter: str) -> float:
         """What one more draft step of a drafter costs, nodes not counted."""
-        rate, levels = self._rate(batch), self._levels.get((batch, drafter))
-        if rate is None or levels is None or len(levels) < 3:
+        rate, usual = self._rate(batch), _usual(self._levels.get((batch, drafter)), least=3)
+        if rate is None or usual is None:
             return _LEVEL
-        return max(rate * median(levels), _LEAST)
+        return max(rate * usual, _LEAST)
 
     def draft_price(self, batch: int, drafter: str) -> float:
         """What a draft of a drafter costs, nodes not counted; 0 while it is not known."""
-        rate, drafts = self._rate(batch), self._drafts.get((batch, drafter))
-        if rate is None or drafts is None or len(drafts) < 3:
-            return 0.0
-        return rate * median(drafts)
+        rate, usual = self._rate(batch), _usual(self._drafts.get((batch, drafter)), least=3)
+        return 0.0 if rate is None or usual is None else rate * usual
 
     def worth_of_mass(self, drafter: str) -> float:
         """What a level of a drafter's is worth, over the mass of the nodes it starts from."""
@@ -188,15 +188,10 @@ class StepCosts:
 
     def _rate(self, batch: int) -> float | None:
         """Tokens a second and row: of recent steps, or of plain steps if those are faster."""
-        recent, plain = self._rates.get(batch), self._seconds.get((batch, 1))
+        recent, plain = self._rates.get(batch), _usual(self._seconds.get((batch, 1)), least=3)
         if not self.adaptive or recent is None or recent.steps < 4:
             return None
-        known = plain is not None and len(plain) >= 3
-        return max(recent.value, 1 / self._plain(batch) if known else 0.0)
-
-    def _plain(self, batch: int) -> float:
-        """Seconds of a plain step; never nothing, whatever a clock says."""
-        return max(median(self._seconds[batch, 1]), 1e-9)
+        return recent.value if plain is None else max(recent.value, 1 / plain)
 
     # ---------------------------------------------------------------- choosing
 
@@ -267,6 +262,15 @@ class _Rate:
     @property
     def value(self) -> float:
         return self._tokens / self._seconds if self._seconds else 0.0
+
+
+def _usual(seconds: deque[float] | None, least: int = 1) -> float | None:
+    """The median of `least` measurements or more; never nothing, whatever a clock says.
+
+    Of a copy: other requests of the wrapper add to what is measured, and drop it.
+    """
+    known = list(seconds or ())
+    return max(median(known), 1e-9) if len(known) >= least else None
 
 
 def _bucket(nodes: int) -> int:

@@ -36,13 +36,14 @@ class VerifyTimes:
     @property
     def is_known(self) -> bool:
         """Whether there are two sizes to draw a curve through."""
-        return len(self._steps) > 1
+        return sum(map(bool, list(self._steps.values()))) > 1
 
     def seconds(self, most: int) -> np.ndarray:
         """Of 1..`most` nodes, [most]; never less for more of them."""
-        if self._points is None:
-            self._points = self._find()
-        at, seconds = self._points
+        points = self._points  # once: other requests of the wrapper set it back
+        if points is None:
+            self._points = points = self._find()
+        at, seconds = points
         wanted = np.arange(1, most + 1)
         found = np.interp(wanted, at, seconds)
         slope = _PER_NODE * seconds[0]
@@ -60,6 +61,8 @@ class VerifyTimes:
         points = []
         for steps in list(self._steps.values()):
             known = list(steps)
+            if not known:  # another request is about to add the first
+                continue
             times = [seconds for _, seconds in known]
             # The first step of a shape includes its set-up.
             usual = min(times) if len(times) < 3 else median(times)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from selfspec.costs import ASSUMED, StepCosts
+from selfspec.costs import ASSUMED, StepCosts, _usual
 from selfspec.verify_times import VerifyTimes
 from tests.steps import step
 
@@ -191,7 +193,7 @@ def test_a_machine_that_has_changed_is_measured_anew(factor: float) -> None:
     rate = costs._rate(1)
     assert rate is not None
     assert costs.level_price(1, "d") == pytest.approx(rate * factor * LEVEL, rel=0.1)
-    assert costs._plain(1) == pytest.approx(factor * PLAIN, rel=0.1)
+    assert _usual(costs._seconds[1, 1]) == pytest.approx(factor * PLAIN, rel=0.1)
 
 
 def test_a_slow_step_in_three_does_not_mean_that_the_machine_has_changed() -> None:
@@ -210,6 +212,37 @@ def test_where_the_curve_has_a_step_those_behind_it_share_its_cost() -> None:
     prices = costs.verify_prices(1, 14)
     assert prices[3] - prices[2] > 0.3
     assert costs.node_price(1) < 0.12
+
+
+def test_requests_beside_each_other_add_and_drop() -> None:
+    """Of one wrapper, in threads: what one reads, another changes."""
+    costs, failed = StepCosts(), []
+    before = sys.getswitchinterval()
+
+    def request(seed: int) -> None:
+        draw = random.Random(seed)
+        try:
+            for i in range(3000):
+                size = costs.choose(1, [0.5, 0.3, 0.1])
+                seconds = CURVES["linear"](1 + size) * (4 if i // 40 % 2 else 1)
+                costs.record(step(1 + size, draw.randrange(2), seconds, draft_seconds=LEVEL))
+                costs.record_level(1, "d", LEVEL)
+                costs.record_draft(1, "d", LEVEL)
+                costs.relative(1, 4), costs.node_price(1), costs.level_price(1, "d")
+                costs.draft_price(1, "d"), costs.wasted(step(1, 0, 0.04, draft_seconds=0.01))
+        except Exception as error:  # whatever it is
+            failed.append(error)
+
+    threads = [threading.Thread(target=request, args=(seed,)) for seed in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed
 
 
 def test_nothing_is_learned_of_assumed_costs() -> None:
