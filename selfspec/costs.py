@@ -1,11 +1,12 @@
 """What steps take and give, measured while they run: the prices that drafts are made by.
 
-A draft is as good as the tokens a second that come of it. By Dinkelbach's rule for such a ratio a
-part of a draft pays if the tokens expected of it exceed the tokens that the time for it gives at
-the present rate. So the time of a verification by its number of nodes, and that of a draft step,
-are turned into tokens, and sizes are chosen for which the difference is largest. No acceptance rate
-is aimed at: where verification is nearly flat in the number of nodes trees grow large, where it is
-not they stay small, and where nothing pays nothing is verified.
+A draft is as good as the tokens a second that come of it. By Dinkelbach's rule for such a ratio
+(1967, https://doi.org/10.1287/mnsc.13.7.492) a part of a draft pays if the tokens expected of it
+exceed the tokens that the time for it gives at the present rate. So the time of a verification by
+its number of nodes, and that of a draft step, are turned into tokens, and sizes are chosen for
+which the difference is largest. No acceptance rate is aimed at: where verification is nearly flat
+in the number of nodes trees grow large, where it is not they stay small, and where nothing pays
+nothing is verified.
 """
 
 from __future__ import annotations
@@ -154,7 +155,11 @@ class StepCosts:
     # ---------------------------------------------------------------- prices, in tokens a row
 
     def verify_prices(self, batch: int, most: int) -> np.ndarray:
-        """What verifying n draft tokens a row takes beyond verifying none, [most + 1]."""
+        """What verifying n draft tokens a row takes beyond verifying none.
+
+        Returns:
+            float64 [most + 1] for n = 0..most, in tokens a row; not falling.
+        """
         times, rate = self._verifies.get(batch), self._rate(batch)
         if times is None or rate is None or not times.is_known:
             return _NODE * np.arange(most + 1)

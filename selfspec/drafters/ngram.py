@@ -112,8 +112,8 @@ class NGramDrafter:
             rows = max(1, state.frozen.count(False))
             count = state.costs.choose(state.batch, (sums / rows).tolist())
             self.promise = sum(float(row[0]) for row in best if len(row) and count) / rows
-            # As many of every row; none of them is certain.
-            least = [1.1 if not count else row[:count][-1] if len(row) else 1.1 for row in best]
+            # As many of every row, if it has so many.
+            least = [float(row[:count][-1]) if count and len(row) else np.inf for row in best]
         return [
             [
                 (match, copied[: int((path >= floor).sum())])

@@ -44,6 +44,9 @@ class Outlook:
         Args:
             outlook: float32 [2], worth of the level just made and mass of the one to come, summed
                 over rows. The one host read of a level: where it costs, it costs less than a level.
+
+        Returns:
+            True to make another draft step.
         """
         worth, mass = outlook.tolist()
         now, costs = perf_counter(), self._costs
