@@ -8,6 +8,8 @@ token, which is what `DynamicCache` does in every layer of every step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -147,6 +149,16 @@ class TreeCache(Cache):
                             buffer[b, :, : filled - pad] = buffer[b, :, pad:filled].clone()
                             buffer[b, :, filled - pad : filled] = 0
         self.open(0, 1)
+
+    @contextmanager
+    def rewound(self, tokens: int) -> Iterator[None]:
+        """Take the last tokens of every row for nodes, as long as the block runs."""
+        lengths = self.lengths
+        self.lengths = [max(length - tokens, 0) for length in lengths]
+        try:
+            yield
+        finally:
+            self.lengths = lengths
 
     def open(self, offset: int, count: int) -> None:
         """Direct the next writes to nodes offset..offset+count-1 of every row."""

@@ -7,6 +7,9 @@ layout of the tree, which reads the lengths where they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -115,6 +118,14 @@ class FixedCache(TreeCache):
         nodes = torch.arange(offset, offset + count, device=self.prefix_len.device)
         slots = self.prefix_len[:, None] + nodes
         self.window = (self.capacity - count, self.capacity, slots)
+
+    @contextmanager
+    def rewound(self, tokens: int) -> Iterator[None]:
+        """See `TreeCache.rewound`."""
+        with super().rewound(tokens):
+            self._tell()
+            yield
+        self._tell()
 
     def commit(self, path: Tensor, counts: list[int], moved: bool) -> None:
         """Keep the root and the accepted nodes of every row; see `TreeCache.commit`."""

@@ -135,20 +135,31 @@ class Target:
         """
         return self.read(ids).logits[0, at].float()
 
-    def read(self, ids: Tensor, taps: frozenset[int] = frozenset()) -> TargetOutput:
+    def read(
+        self, ids: Tensor, plan: LayerPlan | None = None, *, with_logits: bool = True
+    ) -> TargetOutput:
         """Whole texts through the model as it is, without a cache.
 
         Args:
             ids: int64 [B, T], rows padded at the end with any token.
-            taps: Layers whose input is returned as `hidden`.
+            plan: Layers that run, and those whose input is returned as `hidden`.
+            with_logits: False leaves the LM head out, where the model lets us.
 
         Returns:
             Logits [B, T, V] after every token, and hidden states [B, T, C].
         """
-        unnamed, plan = replace(self.architecture, attention_names=[]), LayerPlan(taps=taps)
+        unnamed, plan = replace(self.architecture, attention_names=[]), plan or LayerPlan()
+        arguments: dict[str, Any] = self._positions(ids)
+        if not with_logits and self.architecture.takes_logits_to_keep:
+            arguments["logits_to_keep"] = torch.empty(0, dtype=torch.int64, device=ids.device)
         with patched(self.model, unnamed), layer_plan(plan):
-            logits = self.model(input_ids=ids, use_cache=False, **self._positions(ids)).logits
+            logits = self.model(input_ids=ids, use_cache=False, **arguments).logits
         return TargetOutput(logits, plan.captured)
+
+    def after_last(self, hidden: Tensor) -> Tensor:
+        """Logits [B, M, V] that the model reads off states [B, M, C] of its last layer's output."""
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+        return self.read(ids, LayerPlan(first=self.architecture.num_layers, resume=hidden)).logits
 
     def _positions(self, ids: Tensor) -> dict[str, Tensor]:
         """What `generate` tells a model about the positions of a prompt without padding."""

@@ -4,7 +4,8 @@ from selfspec.drafters.combined import CombinedDrafter
 from selfspec.drafters.early_exit import EarlyExitDrafter
 from selfspec.drafters.feature import FeatureDrafter
 from selfspec.drafters.heads import HeadsDrafter
-from selfspec.drafters.layer_skip import LayerSkipDrafter, SkipSet
+from selfspec.drafters.layer_skip import LayerSkipDrafter
+from selfspec.drafters.lossy_exit import LossyExitDrafter
 from selfspec.drafters.mtp import MtpDrafter
 from selfspec.drafters.ngram import NGramDrafter
 from selfspec.drafters.protocol import Drafter
@@ -16,7 +17,7 @@ __all__ = [
     "FeatureDrafter",
     "HeadsDrafter",
     "LayerSkipDrafter",
+    "LossyExitDrafter",
     "MtpDrafter",
     "NGramDrafter",
-    "SkipSet",
 ]

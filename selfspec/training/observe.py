@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from selfspec.patch import LayerPlan
+
 if TYPE_CHECKING:
     from selfspec.target import Target
 
@@ -54,7 +56,7 @@ def observe(target: Target, ids: Tensor, taps: Sequence[int], k: int) -> Observe
         raise ValueError(
             f"taps={wrong} are out of range: the model has {count} layers, 0..{count}."
         )
-    seen = target.read(ids.to(target.device), frozenset(taps))
+    seen = target.read(ids.to(target.device), LayerPlan(taps=frozenset(taps)))
     flat = seen.logits.reshape(-1, seen.logits.shape[-1])
     k = min(k, flat.shape[-1])
     tokens = torch.empty(len(flat), k, dtype=torch.int64, device=flat.device)

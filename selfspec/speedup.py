@@ -1,0 +1,60 @@
+"""What a chain of draft tokens is expected to gain, by how often it is right and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Times = Sequence[float] | np.ndarray
+
+
+def chain_speedup(
+    acceptance: float, draft_step: float, verify: Times, shared: float = 0.0
+) -> tuple[float, int]:
+    """Speed of the best chain over plain decoding.
+
+    A chain of d tokens gives `1 + a + a^2 + ... + a^d` tokens (Leviathan et al. 2023,
+    https://arxiv.org/abs/2211.17192) and takes d draft steps and a verification of d + 1 nodes.
+
+    Args:
+        acceptance: a, probability that a draft token is right if those before it are.
+        draft_step: Time of one, over that of a plain step.
+        verify: Time of verifying 1, 2, ... nodes, over that of a plain step.
+        shared: Part of a plain step whose layers run complete in drafts, so that verification does
+            not run them again, but for the last token.
+
+    Returns:
+        Speed over plain, which may be less than 1, and the length d, at least 1.
+
+    Raises:
+        ValueError: If no block of two nodes was timed.
+    """
+    if len(verify) < 2:
+        raise ValueError(f"verify={verify!r} must have the times of one node, two nodes, and on.")
+    lengths = np.arange(1, len(verify))
+    tokens = np.cumsum(float(acceptance) ** np.arange(len(verify)))[1:]
+    verifying = np.asarray(verify, float)[1:] * (1 - shared) + shared
+    speed = tokens / np.maximum(lengths * draft_step + verifying, 1e-9)
+    best = int(np.argmax(speed))
+    return float(speed[best]), int(lengths[best])
+
+
+def acceptance_needed(
+    draft_step: float, verify: Times, shared: float = 0.0, speed: float = 1.0
+) -> float | None:
+    """The least acceptance at which some chain is faster than `speed` times plain decoding.
+
+    Arguments are those of `chain_speedup`.
+
+    Returns:
+        A probability, to a thousandth; None if even drafts that are always right are not.
+    """
+    low, high = 0.0, 1.0
+    if chain_speedup(high, draft_step, verify, shared)[0] <= speed:
+        return None
+    while high - low > 5e-4:
+        middle = (low + high) / 2
+        pays = chain_speedup(middle, draft_step, verify, shared)[0] > speed
+        low, high = (low, middle) if pays else (middle, high)
+    return round(high, 3)
