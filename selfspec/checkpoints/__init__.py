@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from selfspec.checkpoints.folder import Card, card_of, save
     from selfspec.checkpoints.medusa import export_medusa
     from selfspec.checkpoints.pretrained import Pretrained
+    from selfspec.checkpoints.skip_sets import FoundSkipSet, read_skip_set
     from selfspec.checkpoints.speculators import export_speculators
 
 _PLACES = {
     "BaseModel": "base_model",
     "Card": "folder",
+    "FoundSkipSet": "skip_sets",
     "Pretrained": "pretrained",
     "card_of": "folder",
     "check_base": "base_model",
@@ -30,12 +32,14 @@ _PLACES = {
     "find_drafts": "find",
     "load": "find",
     "load_all": "find",
+    "read_skip_set": "skip_sets",
     "save": "folder",
 }
 
 __all__ = [
     "BaseModel",
     "Card",
+    "FoundSkipSet",
     "Pretrained",
     "card_of",
     "check_base",
@@ -46,6 +50,7 @@ __all__ = [
     "find_drafts",
     "load",
     "load_all",
+    "read_skip_set",
     "save",
 ]
 

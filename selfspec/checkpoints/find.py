@@ -22,6 +22,7 @@ from selfspec.checkpoints.folder import (
     with_card,
 )
 from selfspec.checkpoints.medusa import STEM, read_medusa
+from selfspec.checkpoints.skip_sets import skip_set_in
 from selfspec.checkpoints.speculators import read_speculators
 from selfspec.checkpoints.tensors import read_json, read_tensors
 
@@ -102,7 +103,7 @@ def find_drafts(
     model: PreTrainedModel,
     drafts: str | PathLike[str] | None = None,
     strict_base: bool = True,
-) -> dict[Kind, nn.Module]:
+) -> dict[str, Any]:
     """The drafts of a model: those that are named, or those that lie beside it.
 
     Args:
@@ -112,25 +113,39 @@ def find_drafts(
         strict_base: See `check_base`.
 
     Returns:
-        Networks by kind; empty if none are named and none lie there. What lies beside the model and
+        Networks by kind, and as "skip_set" what a search found; empty if none are named and none
+        lie there. What lies beside the model and
         does not load is left out with a warning, since nobody asked for it.
 
     Raises:
         ValueError: As `load`, for drafts that are named.
     """
     if drafts is not None:
-        return load_all(drafts, model=model, strict_base=strict_base)
+        folder = _local(drafts)
+        skip_set = skip_set_in(folder, model, strict_base)
+        if skip_set is not None and not _places(folder):
+            return {"skip_set": skip_set}
+        named = load_all(folder, model=model, strict_base=strict_base)
+        return {str(kind): network for kind, network in named.items()} | (
+            {} if skip_set is None else {"skip_set": skip_set}
+        )
     home = getattr(model.config, "_name_or_path", "") or getattr(model, "name_or_path", "") or ""
     beside = Path(home) / BESIDE
     if not home or not beside.is_dir():
         return {}
-    found: dict[Kind, nn.Module] = {}
+    found: dict[str, Any] = {}
     # One by one: what is wrong with one draft says nothing of the others.
     for place in _places(beside):
         try:
-            found |= load_all(place, model=model, strict_base=strict_base)
+            for kind, network in load_all(place, model=model, strict_base=strict_base).items():
+                found[kind] = network
         except ValueError as error:
             logger.warning("a draft beside the model is not used: %s", error)
+    try:
+        if (skip_set := skip_set_in(beside, model, strict_base)) is not None:
+            found["skip_set"] = skip_set
+    except ValueError as error:
+        logger.warning("a skip set beside the model is not used: %s", error)
     return found
 
 
