@@ -15,11 +15,12 @@ import copy
 from collections import deque
 from math import isfinite
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from selfspec.match_survival import MatchSurvival
+from selfspec.side_work import SideWork
 from selfspec.verify_times import VerifyTimes
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _NEW = 0.03  # how much one more level counts for
 _TRIED = (0, 1, 3, 7, 15)
 _AGAIN = 16  # one step in so many tries half or twice the best size, one no in so many is a yes
 _FAR = 12  # nodes ahead that a price looks: one step up in the curve may be worth it
+_STEPS_ENOUGH = 8  # of one way of drafting, to know how fast it is
 # The machine has changed if so many steps took, in the median, so much more or less than others of
 # their size before.
 _CHANGED, _FACTOR = 8, 1.4
@@ -54,12 +56,18 @@ class StepCosts:
 
     Attributes:
         matches: How often copies of the text are right.
+        side: The accounts of what drafters measure beside decoding.
+        kept: What drafters have found out, by names of theirs.
+        notes: What is to be said of it, likewise; part of the wrapper's `repr`.
     """
 
     def __init__(self, adaptive: bool = True, keep: int = 15) -> None:
         self.adaptive = adaptive
         self.keep = keep
         self.matches = MatchSurvival()
+        self.side = SideWork()
+        self.kept: dict[str, Any] = {}
+        self.notes: dict[str, str] = {}
         self._seconds: dict[tuple[int, int], deque[float]] = {}
         self._rates: dict[int, _Rate] = {}
         self._verifies: dict[int, VerifyTimes] = {}
@@ -69,6 +77,9 @@ class StepCosts:
         self._drafts: dict[tuple[int, str], deque[float]] = {}
         self._refused: dict[tuple[int, str], int] = {}
         self._ratios: dict[int, deque[float]] = {}
+        self._beside = 0.0  # seconds of side work in the last step
+        self._part = ""  # what drafts the step that is being made
+        self._parts: dict[tuple[int, str], _Rate] = {}
         self._first = 0  # draft tokens a row that are verified anyway
 
     def after(self, nodes: int) -> StepCosts:
@@ -84,8 +95,12 @@ class StepCosts:
         if step.is_prefill:
             return
         batch, seconds = len(step.tokens), sum(step.seconds.values())
+        self.side.decoding += seconds
+        self._beside = self.side.lap()
+        part, self._part = self._part, ""
         after_draft = seconds - step.seconds.get("draft", 0.0)
-        if self._has_changed(batch, step.num_nodes, after_draft):
+        # Where drafts run layers that verification then does not, its time tells of the drafts.
+        if not part and self._has_changed(batch, step.num_nodes, after_draft):
             self._forget(batch)
         key = batch, _bucket(step.num_nodes)
         # A plain step is one without a draft, though one may have been made and found too dear.
@@ -94,7 +109,11 @@ class StepCosts:
         moving = [len(new) for new in step.tokens if new]
         if not moving:
             return
-        self._rates.setdefault(batch, _Rate()).add(sum(moving) / len(moving), seconds)
+        gained = sum(moving) / len(moving)
+        self._rates.setdefault(batch, _Rate()).add(gained, seconds)
+        if part and step.num_nodes > 1:
+            rate = self._parts.setdefault((batch, part), _Rate())
+            rate.add(gained, seconds - self._beside)
         self._verifies.setdefault(batch, VerifyTimes(self.keep)).add(step.num_nodes, after_draft)
 
     def _has_changed(self, batch: int, nodes: int, seconds: float) -> bool:
@@ -112,9 +131,20 @@ class StepCosts:
             by_batch.pop(batch, None)
         for key in [key for key in list(self._seconds) if key[0] == batch]:
             self._seconds.pop(key, None)
-        for by_drafter in (self._levels, self._drafts):
+        for by_drafter in (self._levels, self._drafts, self._parts):
             for pair in [pair for pair in list(by_drafter) if pair[0] == batch]:
                 by_drafter.pop(pair, None)
+
+    def drafting_with(self, part: str) -> None:
+        """Say what drafts in this step, where a drafter has several ways: each is timed apart."""
+        self._part = part
+
+    def speed_of(self, batch: int, part: str) -> float | None:
+        """Tokens a second of steps drafted so, over plain decoding; None until there are a few."""
+        rate, plain = self._parts.get((batch, part)), self.plain_seconds(batch)
+        if rate is None or rate.steps < _STEPS_ENOUGH or plain is None:
+            return None
+        return rate.value * plain
 
     def record_level(self, batch: int, drafter: str, seconds: float) -> None:
         """Add what one more draft step of a drafter took."""
@@ -135,7 +165,7 @@ class StepCosts:
         plain = _usual(self._seconds.get((len(step.tokens), 1)))
         if step.num_nodes > 1 or plain is None:
             return 0.0
-        return step.seconds.get("draft", 0.0) / plain
+        return max(step.seconds.get("draft", 0.0) - self._beside, 0.0) / plain
 
     def relative(self, batch: int, nodes: int) -> float | None:
         """Time of a step with `nodes` nodes over that of a plain one; None if plain is unknown.
@@ -187,6 +217,18 @@ class StepCosts:
         rate, usual = self._rate(batch), _usual(self._drafts.get((batch, drafter)), least=3)
         return 0.0 if rate is None or usual is None else rate * usual
 
+    def plain_seconds(self, batch: int) -> float | None:
+        """Of a step without a draft; None if there was none."""
+        return _usual(self._seconds.get((batch, 1)))
+
+    def verify_ratios(self, batch: int, most: int) -> np.ndarray | None:
+        """Time of verifying 1..`most` nodes a row over that of one; None if it is not known."""
+        times = self._verifies.get(batch)
+        if times is None or not times.is_known:
+            return None
+        seconds = times.seconds(most)
+        return np.asarray(seconds / max(float(seconds[0]), 1e-9))
+
     def worth_of_mass(self, drafter: str) -> float:
         """What a level of a drafter's is worth, over the mass of the nodes it starts from."""
         return self._worths.get(drafter, _WORTH)
@@ -221,13 +263,19 @@ class StepCosts:
         self._sizes[batch] = size + 0.1 * (first + count - size)
         return count
 
-    def looks_again(self, batch: int, what: str) -> bool:
-        """Whether what does not pay is done all the same, to see whether it still does not."""
+    def looks_again(self, batch: int, what: str, every: int = _AGAIN) -> bool:
+        """Whether what does not pay is done all the same, to see whether it still does not.
+
+        Args:
+            batch: B.
+            what: Its name.
+            every: One no in so many is a yes: the more, the more it costs.
+        """
         if not self.adaptive:
             return False
         count = self._refused.get((batch, what), 0) + 1
         self._refused[batch, what] = count
-        return count % _AGAIN == 0
+        return count % every == 0
 
     def is_settled(self, batch: int) -> bool:
         """Whether the first sizes have been tried: before, some are larger than pays."""

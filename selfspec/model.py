@@ -100,6 +100,7 @@ class SpeculativeModel(Facade):
         stats: Counters over all requests, a `SpecStats`.
         enabled: The switch: False leaves every call to transformers' own loop.
         options: The `SpecConfig`.
+        costs: What was measured and learned over all requests; `costs.notes` says it in words.
     """
 
     def __new__(cls, model: PreTrainedModel, *args: Any, **kwargs: Any) -> SpeculativeModel:
@@ -126,7 +127,7 @@ class SpeculativeModel(Facade):
         self._drafter, switch = resolve(drafter, self._drafts)
         switch = switch and options.adaptive
         self._off_switch = switch if options.off_switch is None else options.off_switch
-        self._costs = StepCosts(options.adaptive)
+        self.costs = StepCosts(options.adaptive)
         self._warned: set[str] = set()
         self._call: threading.local = threading.local()  # what `generate` does not pass on
         self._look()
@@ -137,7 +138,16 @@ class SpeculativeModel(Facade):
                 "model.generate as it is."
             )
         logger.info("%s", self)
+        self._say_what_does_not_pay()
         self._warn_of_compiled_code()
+
+    def _say_what_does_not_pay(self) -> None:
+        """A search may have found, earlier, that some drafts are not to be made."""
+        for drafter in self._parts():
+            found = getattr(drafter, "found", None)
+            if found is not None and not found.pays:
+                self.costs.notes[type(drafter).__name__] = str(found)
+                logger.warning("selfspec: %s", found)
 
     def _warn_of_compiled_code(self) -> None:
         warning = f"{type(self._decoder_model).__name__} is compiled; requests run it uncompiled"
@@ -255,11 +265,14 @@ class SpeculativeModel(Facade):
         why = f" ({architecture.reason})" if architecture.support != "tree" else ""
         drafter = label(self._drafter_argument, self._drafter)
         lossy = " · LOSSY when sampling" if self.options.acceptance == "lossy-typical" else ""
+        if getattr(self._drafter, "is_lossy", False):
+            lossy += " · LOSSY: tokens of the exit are kept unseen"
         switch = "off switch on" if self._off_switch else "off switch off"
         enabled = "" if self.enabled else "NOT ENABLED · "
         return (
             f"selfspec: {enabled}{type(self.model).__name__} · drafts: {drafter}, up to "
             f"{self.options.max_draft_tokens} tokens, {switch} · verifies {kind}{why}{lossy}"
+            + "".join(f" · {note}" for note in self.costs.notes.values())
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeModel:
@@ -331,7 +344,7 @@ class SpeculativeModel(Facade):
                     request,
                     drafter,
                     self._controller(request),
-                    self._costs,
+                    self.costs,
                     Source(generator),
                     streamer,
                     stats,
@@ -345,7 +358,7 @@ class SpeculativeModel(Facade):
         if self._drafter_argument == "none":
             return FixedBudget(0)
         if self._off_switch:
-            return OffSwitch(self._costs, most, getattr(self._drafter, "sizes_itself", False))
+            return OffSwitch(self.costs, most, getattr(self._drafter, "sizes_itself", False))
         return FixedBudget(most)
 
     @contextmanager

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from selfspec_kernels.draft_topk import draft_topk
-from selfspec_kernels.exit_confidence import exit_confidence
+from selfspec_kernels.exit_confidence import ExitConfidence, exit_confidence
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -81,15 +81,17 @@ class Readout:
         embeddings: Any = self.model.get_input_embeddings()
         return head if head.weight.shape[0] <= embeddings.weight.shape[0] else None
 
-    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The most probable token after each of `hidden` [..., C].
+    @property
+    def size(self) -> int:
+        """V of the head."""
+        head = self.head
+        assert head is not None
+        return int(head.weight.shape[0])
 
-        Returns:
-            int64 ids and float32 probabilities, [...].
-        """
+    def best(self, hidden: Tensor) -> ExitConfidence:
+        """The most probable token after each of `hidden` [..., C], and how sure it is."""
         states, weight, options = self._terms(hidden)
-        found = exit_confidence(states, weight, **options)
-        return found.token.to(hidden.device), found.top1.to(hidden.device)
+        return on_device(exit_confidence(states, weight, **options), hidden.device)
 
     def top(self, hidden: Tensor, k: int, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
         """The `k` most probable tokens after each of `hidden` [..., C], best first.
@@ -118,6 +120,12 @@ class Readout:
                 "norm_offset": self.offset,
             }
         return hidden.to(weight.device, weight.dtype), weight, options
+
+
+def on_device(found: ExitConfidence, device: torch.device) -> ExitConfidence:
+    """The same where it is wanted."""
+    parts = (found.token, found.top1, found.top2, found.entropy)
+    return ExitConfidence(*(part.to(device) for part in parts))
 
 
 def find_readout(

@@ -384,7 +384,7 @@ def test_frequencies_notice_a_drafter_that_throws_unsure_tokens_away(
     """The rule of `draft_chain`, applied before a token is kept instead of after."""
     source = inspect.getsource(partial)
     grow = "        num_nodes = num_nodes + growing\n"
-    unsure = "growth.after(probable.to(device), growing)\n"
+    unsure = "growth.after(best, growing)\n"
     assert source.count(grow) == source.count(unsure) == 1
     changed = ModuleType("changed")
     exec(source.replace(grow, "").replace(unsure, f"{unsure}    {grow}"), vars(changed))

@@ -130,7 +130,7 @@ def test_a_drafter_that_is_not_asked_still_sees_every_step() -> None:
     try:
         spec = selfspec.wrap(model, [oracle, feature])
         for _ in range(9):
-            spec._costs.record_draft(1, "FeatureDrafter", 0.5)
+            spec.costs.record_draft(1, "FeatureDrafter", 0.5)
         assert spec.generate(**prompt, max_new_tokens=40, do_sample=False).equal(plain)
     finally:
         del type(oracle).promise  # type: ignore[attr-defined]

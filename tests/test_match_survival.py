@@ -86,10 +86,10 @@ def test_as_much_is_verified_as_pays() -> None:
 def test_what_was_not_verified_is_learned_from(adaptive: bool) -> None:
     """A copy below its price is compared with the text all the same, unless nothing is learned."""
     spec = selfspec.wrap(tiny.build("llama"), NGramDrafter(1, min_prob=1.0), adaptive=adaptive)
-    before = spec._costs.matches._all.copy()
+    before = spec.costs.matches._all.copy()
     spec.generate(**tiny.prompts(1), max_new_tokens=64, do_sample=False)
     assert spec.stats.drafted == 0
-    assert np.array_equal(spec._costs.matches._all, before) != adaptive
+    assert np.array_equal(spec.costs.matches._all, before) != adaptive
 
 
 @pytest.mark.parametrize(("value", "error"), [(1.5, ValueError), ("x", TypeError)])

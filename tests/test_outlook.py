@@ -11,8 +11,9 @@ import torch
 
 import selfspec
 from selfspec.costs import StepCosts
+from selfspec.drafters.candidates import Candidates
 from selfspec.drafters.dynamic_tree import DynamicTree
-from selfspec.drafters.growth import Growth
+from selfspec.drafters.growth import Growth, MeasuredGrowth
 from selfspec.drafters.outlook import Outlook
 from tests.families import tiny
 from tests.networks import random_feature
@@ -24,6 +25,7 @@ def state(costs: StepCosts, batch: int = 1, frozen: int = 0) -> Any:
         costs=costs,
         batch=batch,
         frozen=[b < frozen for b in range(batch)],
+        length=[0] * batch,
         root=torch.zeros(batch, dtype=torch.int64),
     )
 
@@ -101,17 +103,23 @@ def test_a_tree_knows_what_a_level_is_worth_and_what_is_to_come() -> None:
     assert seen[0][:3] == pytest.approx([0.6, 0.54, 0.3], abs=1e-3)
 
 
+def candidates(*probable: list[float]) -> Candidates:
+    rows = torch.tensor(probable)
+    ids = torch.arange(rows.shape[1]).expand(rows.shape)
+    return Candidates(ids, rows, rows[:, 1], torch.ones(len(rows)))
+
+
 def test_leaves_and_chains_that_do_not_pay_are_left_out() -> None:
-    growth = Growth(state(priced(0.1, 0.1), 2), "d", None)
+    growth = MeasuredGrowth(state(priced(0.1, 0.1), 2), "a part")
     growing = torch.tensor([True, True])
-    growing = growth.after(torch.tensor([[0.8, 0.15, 0.02], [0.7, 0.2, 0.05]]), growing)
+    growing = growth.after(candidates([0.8, 0.15, 0.02], [0.7, 0.2, 0.05]), growing)
     assert growing.tolist() == [True, True]
     assert growth.goes_on(growing)
-    growing = growth.after(torch.tensor([[0.9, 0.05, 0.01], [0.02, 0.01, 0.0]]), growing)
+    growing = growth.after(candidates([0.9, 0.05, 0.01], [0.02, 0.01, 0.0]), growing)
     assert growing.tolist() == [True, False]
     assert growth.leaves() == [1, 0]
-    fixed = Growth(state(StepCosts(), 2), "d", 0.3)
-    assert fixed.after(torch.tensor([[0.8, 0.1], [0.2, 0.1]]), growing | True).tolist() == [1, 0]
+    fixed = Growth(state(StepCosts(), 2), 0.3)
+    assert fixed.after(candidates([0.8, 0.1], [0.2, 0.1]), growing | True).tolist() == [1, 0]
     assert fixed.goes_on(torch.tensor([True, False]))
     assert not fixed.goes_on(torch.tensor([False, False]))
     assert fixed.leaves() is None
@@ -135,7 +143,7 @@ def test_a_seed_gives_the_same_text_again_whatever_was_measured(name: str) -> No
     texts = []
     for node in (0.0, 0.05, 0.4):
         for nodes in (4, 8, 16, 20) * 12:
-            spec._costs.record(step(nodes, 0, 0.04 + 0.04 * node * nodes, batch=2))
+            spec.costs.record(step(nodes, 0, 0.04 + 0.04 * node * nodes, batch=2))
         torch.manual_seed(3)
         texts.append(spec.generate(**prompt, max_new_tokens=24, do_sample=True, top_k=0))
     assert texts[0].equal(texts[1])

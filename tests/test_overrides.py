@@ -16,6 +16,7 @@ from selfspec.target import Target
 from tests.families import tiny
 from tests.follow import NEW, follows, fresh, text
 from tests.oracle import OracleDrafter
+from tests.parts import by_name
 
 
 def as_class(kind: type) -> Any:
@@ -170,7 +171,7 @@ def test_what_is_put_on_after_wrap_is_noticed(put: Callable[[Any], Any]) -> None
 def test_a_model_that_stays_as_it_is_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
     model.lm_head.register_forward_hook(lambda *_: None)
-    spec, prompt = selfspec.wrap(model, drafter="early-exit"), tiny.prompts(1)
+    spec, prompt = selfspec.wrap(model, drafter=by_name("early-exit")), tiny.prompts(1)
     looks: list[Any] = []
     monkeypatch.setattr(Target, "__init__", lambda self, *args: looks.append(args))
 
@@ -200,7 +201,7 @@ def test_attention_set_in_mid_request_stays_set(drafter: str) -> None:
     model, prompt = fresh(), tiny.prompts(1)
     plain = model.generate(**prompt, max_new_tokens=20, do_sample=False)
     middle = prompt["input_ids"].shape[1] + 4
-    spec = selfspec.wrap(model, drafter=drafter)
+    spec = selfspec.wrap(model, drafter=by_name(drafter))
     change = _at(middle, lambda: model.set_attn_implementation("eager"))
     found = spec.generate(**prompt, max_new_tokens=20, do_sample=False, stopping_criteria=change)
     assert found.equal(plain)
@@ -227,7 +228,7 @@ def test_a_forward_set_in_mid_request_stays_set(drafter: str, over: bool) -> Non
 
     plain = model.generate(**prompt, max_new_tokens=20, do_sample=False)
     middle = prompt["input_ids"].shape[1] + 4
-    spec = selfspec.wrap(model, drafter=drafter)
+    spec = selfspec.wrap(model, drafter=by_name(drafter))
     found = spec.generate(
         **prompt, max_new_tokens=20, do_sample=False, stopping_criteria=_at(middle, change)
     )

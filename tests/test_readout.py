@@ -62,11 +62,15 @@ def test_agrees_with_the_model(name: str) -> None:
     log_probs = logits.log_softmax(-1)
     with torch.no_grad():
         ids, values = found.top(hidden, 5)
-        token, top1 = found.best(hidden)
+        best = found.best(hidden)
     torch.testing.assert_close(values, log_probs.topk(5).values, atol=ATOL, rtol=0)
     torch.testing.assert_close(values, log_probs.gather(-1, ids), atol=ATOL, rtol=0)
-    assert token.equal(logits.argmax(-1))
-    torch.testing.assert_close(top1, log_probs.exp().amax(-1), atol=ATOL, rtol=0)
+    assert best.token.equal(logits.argmax(-1))
+    two = log_probs.exp().topk(2).values
+    torch.testing.assert_close(best.top1, two[..., 0], atol=ATOL, rtol=0)
+    torch.testing.assert_close(best.top2, two[..., 1], atol=ATOL, rtol=0)
+    entropy = torch.special.entr(log_probs.exp()).sum(-1)
+    torch.testing.assert_close(best.entropy, entropy, atol=10 * ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

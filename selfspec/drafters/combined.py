@@ -25,13 +25,17 @@ class CombinedDrafter:
         drafters: At least one.
 
     Raises:
-        ValueError: If there is none, or one draws its tokens.
+        ValueError: If there is none, or one draws its tokens or is lossy.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
             raise ValueError("drafter=[] has no drafter; use drafter='none' to decode plainly.")
         for drafter in drafters:
+            if getattr(drafter, "is_lossy", False):
+                raise ValueError(
+                    f"{type(drafter).__name__} is lossy, and no part of a list: pass it alone."
+                )
             if getattr(drafter, "do_sample", False):
                 raise ValueError(
                     f"{type(drafter).__name__}(do_sample=True) cannot be part of a list: which "

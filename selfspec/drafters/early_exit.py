@@ -15,18 +15,19 @@ from selfspec.checkpoints.pretrained import Pretrained
 from selfspec.drafters.draw import draws
 from selfspec.drafters.exit_context import ExitContext
 from selfspec.drafters.exit_readout import ExitReadout
-from selfspec.drafters.growth import DRAWN_CONFIDENCE, Growth
+from selfspec.drafters.exit_trials import exits_of, part_of
+from selfspec.drafters.growth import DRAWN_CONFIDENCE, Growth, growth_of
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
 from selfspec.drafters.trained import FittedNetwork
 from selfspec.networks.exit import ExitNetwork
 from selfspec.patch import LayerPlan
+from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
     from selfspec.checkpoints.folder import Kind
     from selfspec.state import Acceptance, DecodeState, TargetOutput
-    from selfspec.tree import TokenTree
 
 _BRANCHES = 8  # of a trained exit
 
@@ -40,8 +41,11 @@ class EarlyExitDrafter(Pretrained):
     others acceptance is low, and the wrapper's off switch or another drafter is the better choice.
 
     Args:
-        exit_layer: How many layers the draft runs, a count: `exit_layer=8` uses layers 0..7. None
-            takes a third of the model, or what `network` was trained for.
+        exit_layer: How many layers the draft runs, a count: `exit_layer=8` uses layers 0..7. None:
+            what `network` was trained for, or the exit by which most tokens come of a second, as
+            learned from the text; nothing is drafted while none is faster than plain decoding. With
+            `adaptive=False`, drafts that are drawn, and models that verify chains only, a third of
+            the model.
         max_draft_tokens: Longest chain.
         confidence: Go on with a row's chain while it is at least this probable, as the draft sees
             it, and verify all branches. None: go on while another token is expected to give more
@@ -105,6 +109,7 @@ class EarlyExitDrafter(Pretrained):
         # Of a request: the network on its model, and what its attention has seen.
         self._running: ExitNetwork | None = None
         self._context: ExitContext | None = None
+        self._growth: Growth | None = None  # of the last draft
 
     @property
     def hidden_taps(self) -> Sequence[int]:
@@ -130,8 +135,9 @@ class EarlyExitDrafter(Pretrained):
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """One chain a row from the exit, and its branches."""
-        num_layers = state.target.architecture.num_layers
-        exit_layer = self.exit_layer or max(1, num_layers // 3)
+        exit_layer = self._chosen(state)
+        if exit_layer is None:
+            return TokenTree.root_only(state.root)
         plan = LayerPlan(last=exit_layer)
         tokens = min(budget, self.max_draft_tokens)
         readout = None
@@ -142,21 +148,46 @@ class EarlyExitDrafter(Pretrained):
         confidence = self.confidence
         if confidence is None and self.do_sample and draws(state):
             confidence = DRAWN_CONFIDENCE
+        part = part_of(exit_layer, self.network is not None)
+        self._growth = self._decides(state, part, confidence)
         return draft_chain(
             state,
             plan,
             exit_layer,
             tokens,
-            Growth(state, type(self).__name__, confidence),
+            self._growth,
             self.branches,
             budget,
             self.do_sample,
             readout,
         )
 
+    def _decides(self, state: DecodeState, part: str, confidence: float | None) -> Growth:
+        """What says how far a draft goes."""
+        return growth_of(state, part, confidence)
+
+    def _chosen(self, state: DecodeState) -> int | None:
+        """The exit to draft with, or None if that is not to be done."""
+        if self.exit_layer is not None:
+            return self.exit_layer
+        if self._learns(state):
+            return exits_of(state).best(state)
+        return max(1, state.target.architecture.num_layers // 3)
+
+    def _learns(self, state: DecodeState) -> bool:
+        """Whether exits are compared on the text."""
+        is_drawn = self.do_sample and draws(state)
+        trees = state.target.architecture.support == "tree"
+        return self.exit_layer is None and state.costs.adaptive and trees and not is_drawn
+
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
-        """Keep what an exit with attention looks at; all else is in the target's own cache."""
+        """Learn what became of the draft; keep what an exit with attention looks at."""
+        if self._growth is not None:
+            self._growth.learn(state)
+            self._growth = None
         if self._fits is None:
+            if self._learns(state):
+                exits_of(state).step(state)
             return
         if self._running is None:
             target, device = state.target, state.root.device
@@ -170,8 +201,8 @@ class EarlyExitDrafter(Pretrained):
 
     def reset(self) -> None:
         """Forget the request before."""
-        self._running = self._context = None
+        self._running = self._context = self._growth = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the request that is being decoded."""
-        return {**self.__dict__, "_running": None, "_context": None}
+        return {**self.__dict__, "_running": None, "_context": None, "_growth": None}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from selfspec_kernels.exit_confidence import ExitConfidence, exit_confidence
 from torch import Tensor
 
 from selfspec.drafters.trained import best_tokens
+from selfspec.readout import on_device
 
 if TYPE_CHECKING:
     from selfspec.drafters.exit_context import ExitContext
@@ -31,10 +34,16 @@ class ExitReadout:
         """int64 [Vd], the tokens that can be drafted, or None for all."""
         return self.network.head.ids
 
-    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The most probable token after each of `hidden` [..., C] and its probability, [...]."""
-        ids, log_probs = self.top(hidden, 1)
-        return ids[..., 0], log_probs[..., 0].exp()
+    @property
+    def size(self) -> int:
+        """How many tokens can be drafted."""
+        return self.network.head.size
+
+    def best(self, hidden: Tensor) -> ExitConfidence:
+        """The most probable token after each of `hidden` [..., C], and how sure it is."""
+        head = self.network.head
+        found = exit_confidence(self._states(hidden), head.matrix)
+        return on_device(replace(found, token=head.tokens(found.token)), hidden.device)
 
     def top(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Ids and log-probabilities of the `k` most probable tokens, [..., k], best first."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from selfspec.acceptance_model import AcceptanceModel, features
 from selfspec.drafters.outlook import Outlook
 
 if TYPE_CHECKING:
+    from selfspec.drafters.candidates import Candidates
     from selfspec.state import DecodeState
 
 # Of chains that are drawn: what is measured would make a seed's text another one every time.
@@ -18,43 +21,36 @@ DRAWN_CONFIDENCE = 0.5
 
 
 class Growth:
-    """Decides over one draft, one chain a row.
+    """Decides over one draft, one chain a row: goes on where a chain is probable enough.
 
-    What a row's token is worth is the probability that verification gets to it: the product of the
-    draft's probabilities along the chain.
+    A chain is as probable as its tokens are together, by what the draft says of them.
 
     Args:
         state: Where decoding stands.
-        drafter: Its name, for what is known of its draft steps.
-        confidence: Least probability of a chain that goes on; all leaves are kept. None: chains go
-            on, and leaves are kept, while that pays by measured time.
+        confidence: Least probability of a chain that goes on; all leaves are kept.
     """
 
-    def __init__(self, state: DecodeState, drafter: str, confidence: float | None) -> None:
+    def __init__(self, state: DecodeState, confidence: float) -> None:
         self._path = torch.ones(state.batch, device=state.root.device)  # of every row's chain
-        self._each: list[Tensor] = []
-        self._least = state.costs.node_price(state.batch) if confidence is None else confidence
-        self._outlook = Outlook(state, drafter) if confidence is None else None
-        self._costs, self._batch = state.costs, state.batch
+        self._least = confidence
 
     @property
     def asks(self) -> bool:
         """Whether it has to know probabilities."""
         return self._least > 0
 
-    def after(self, probable: Tensor, growing: Tensor) -> Tensor:
-        """Take the next tokens' probabilities.
+    def after(self, found: Candidates, growing: Tensor) -> Tensor:
+        """Take the next tokens.
 
         Args:
-            probable: [B, k] of the token by which each chain goes on, then of its siblings.
+            found: With probabilities; each chain goes on by the first of them.
             growing: bool [B], rows that could go on.
 
         Returns:
             bool [B], those that should, if any does.
         """
-        each = self._path[:, None] * probable
-        self._each.append(each)
-        self._path = each[:, 0]
+        assert found.probable is not None
+        self._path = self._path * found.probable[:, 0]
         return growing & (self._path >= self._least)
 
     def goes_on(self, growing: Tensor) -> bool:
@@ -62,20 +58,108 @@ class Growth:
 
         The one host read of a step: going on for nobody costs more than asking.
         """
-        if self._outlook is None:
-            return bool(growing.any())
-        worth = (self._each[-1] - self._least).clamp(min=0).sum()
-        return self._outlook.goes_on(torch.stack([worth, (self._path * growing).sum()]))
+        return bool(growing.any())
 
     def leaves(self) -> list[int] | None:
         """How many siblings to keep of every token, the best first; None for all.
 
-        One number for all rows, whose trees have one shape: by the mean over them.
+        One number for all rows, whose trees have one shape.
         """
-        if self._outlook is None or not self._each or self._each[0].shape[1] == 1:
+        return None
+
+    def learn(self, state: DecodeState) -> None:
+        """See what became of the draft; `state` is committed."""
+
+
+class MeasuredGrowth(Growth):
+    """The same by what pays, with probabilities as they turned out to be.
+
+    Args:
+        state: Where decoding stands.
+        part: What drafts, for what is known of its draft steps and tokens.
+    """
+
+    def __init__(self, state: DecodeState, part: str) -> None:
+        super().__init__(state, state.costs.node_price(state.batch))
+        self._costs, self._batch = state.costs, state.batch
+        self._outlook = Outlook(state, part)
+        state.costs.drafting_with(part)
+        self._chain = np.ones(state.batch)  # probability of every row's
+        self._each: list[np.ndarray] = []
+        self._lengths = list(state.length)
+        self._seen: list[tuple[np.ndarray, np.ndarray]] = []  # features and ids of every depth
+        self._worth = self._mass = 0.0
+        key = f"acceptance of {part}"
+        known = state.costs.kept.get(key)
+        self._model = known if isinstance(known, AcceptanceModel) else AcceptanceModel()
+        if state.costs.adaptive:
+            state.costs.kept[key] = self._model
+
+    @property
+    def asks(self) -> bool:
+        """Always."""
+        return True
+
+    def after(self, found: Candidates, growing: Tensor) -> Tensor:
+        """See `Growth.after`; the one host read of a draft step is here."""
+        assert found.probable is not None
+        assert found.second is not None
+        assert found.entropy is not None
+        more = torch.stack([found.second, found.entropy, growing.to(found.second.dtype)], dim=1)
+        k = found.ids.shape[1]
+        # Ids are exact in 8 bytes, and one copy is enough for all.
+        rows = torch.cat([found.ids.double(), found.probable.double(), more.double()], dim=1)
+        numbers = rows.cpu().numpy()
+        ids, probable = numbers[:, :k], numbers[:, k : 2 * k]
+        second, entropy, was_growing = numbers[:, 2 * k :].T
+        described = features(probable, second, entropy, len(self._each) + 1)
+        self._seen.append((described, ids.astype(np.int64)))
+        each = self._chain[:, None] * self._model.predict(described)
+        self._each.append(each)
+        self._chain = each[:, 0]
+        goes_on = (was_growing > 0) & (self._chain >= self._least)
+        self._worth = float(np.maximum(each - self._least, 0).sum())
+        self._mass = float((self._chain * goes_on).sum())
+        return torch.from_numpy(goes_on).to(growing.device)
+
+    def goes_on(self, growing: Tensor) -> bool:
+        """See `Growth.goes_on`; nothing is read."""
+        return self._outlook.goes_on(torch.tensor([self._worth, self._mass], device="cpu"))
+
+    def leaves(self) -> list[int] | None:
+        """See `Growth.leaves`; by the mean over rows."""
+        if not self._each or self._each[0].shape[1] == 1:
             return None
-        means = torch.stack([each[:, 1:].mean(0) for each in self._each]).tolist()
+        means = [each[:, 1:].mean(0).tolist() for each in self._each]
         best = sorted((probable for row in means for probable in row), reverse=True)
         count = self._costs.choose(self._batch, best, first=len(means))
         least = best[count - 1] if count else math.inf
         return [sum(probable >= least for probable in row) for row in means]
+
+    def learn(self, state: DecodeState) -> None:
+        """Every token that came is an outcome, as long as the chain before it was right.
+
+        Also of tokens that were not verified: that they would have been right, or not, is known.
+        """
+        for b, before in enumerate(self._lengths):
+            came = state.length[b] - before
+            tokens = state.tokens(b)[len(state.tokens(b)) - came :] if came else ()
+            for (described, ids), token in zip(self._seen, tokens, strict=False):
+                accepted = ids[b] == token
+                self._model.add(described[b], accepted)
+                if not accepted[0]:
+                    break
+        self._seen = []
+
+
+def growth_of(state: DecodeState, part: str, confidence: float | None) -> Growth:
+    """What decides over a draft.
+
+    Args:
+        state: Where decoding stands.
+        part: What drafts.
+        confidence: See `Growth`; None: what pays, by measured time.
+    """
+    if confidence is None:
+        return MeasuredGrowth(state, part)
+    return Growth(state, confidence)

@@ -7,53 +7,22 @@ https://arxiv.org/abs/2410.06916.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from selfspec_kernels.draft_topk import MAX_K
 
 from selfspec.drafters.draw import draws
-from selfspec.drafters.growth import DRAWN_CONFIDENCE, Growth
+from selfspec.drafters.growth import DRAWN_CONFIDENCE, Growth, growth_of
 from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
-from selfspec.patch import LayerPlan
+from selfspec.drafters.skip_trials import part_of, trials_of
+from selfspec.skip_set import SkipSet
+from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
+    from selfspec.checkpoints.skip_sets import FoundSkipSet
     from selfspec.state import Acceptance, DecodeState, TargetOutput
-    from selfspec.tree import TokenTree
-
-
-@dataclass(frozen=True)
-class SkipSet:
-    """Sublayers that a draft leaves out, 0-based.
-
-    Attributes:
-        attention: Layers without attention.
-        mlp: Layers without MLP.
-    """
-
-    attention: frozenset[int] = frozenset()
-    mlp: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        """Take any iterable of layers; refuse what is no layer number with a TypeError."""
-        for name in ("attention", "mlp"):
-            layers = frozenset(getattr(self, name))
-            for layer in layers:
-                check_int(f"skip_set.{name} layer", layer, 0)
-            object.__setattr__(self, name, layers)
-
-    @classmethod
-    def layers(cls, indices: Iterable[int]) -> SkipSet:
-        """Whole layers."""
-        whole = frozenset(indices)
-        return cls(whole, whole)
-
-    @property
-    def first(self) -> int | None:
-        """First layer that is not complete, or None if nothing is skipped."""
-        return min(self.attention | self.mlp, default=None)
 
 
 class LayerSkipDrafter:
@@ -63,8 +32,11 @@ class LayerSkipDrafter:
     of later ones are the draft's own approximation and are overwritten by verification.
 
     Args:
-        skip_set: A `SkipSet`, or an iterable of whole layers. None skips every second layer of the
-            middle half of the model.
+        skip_set: A `SkipSet`, an iterable of whole layers, or what `find_skip_set` found, by which
+            nothing is drafted if it does not pay. None: search one on the text while it is
+            generated, in 3 % of the time, and draft nothing until one is found that pays; with
+            `adaptive=False`, drafts that are drawn, and models that verify chains only, skip every
+            second layer of the middle half of the model.
         max_draft_tokens: Longest chain.
         confidence: Go on with a row's chain while it is at least this probable, as the draft sees
             it, and verify all branches. None: go on while another token is expected to give more
@@ -88,7 +60,7 @@ class LayerSkipDrafter:
 
     def __init__(
         self,
-        skip_set: SkipSet | Iterable[int] | None = None,
+        skip_set: SkipSet | Iterable[int] | FoundSkipSet | None = None,
         max_draft_tokens: int = 4,
         confidence: float | None = None,
         branches: int = 1,
@@ -99,6 +71,9 @@ class LayerSkipDrafter:
             check_probability("confidence", confidence)
         check_int("branches", branches, 1, MAX_K)
         check_bool("do_sample", do_sample)
+        self.found = None if isinstance(skip_set, SkipSet | None) else _found(skip_set)
+        if self.found is not None:
+            skip_set = self.found.skip_set
         if skip_set is not None and not isinstance(skip_set, SkipSet):
             if not isinstance(skip_set, Iterable):
                 raise TypeError(
@@ -110,6 +85,7 @@ class LayerSkipDrafter:
         self.confidence = confidence
         self.branches = branches
         self.do_sample = do_sample
+        self._growth: Growth | None = None  # of the last draft
 
     def bind(self, architecture: Architecture) -> None:
         """Check against a model.
@@ -144,29 +120,59 @@ class LayerSkipDrafter:
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """One chain a row from the layers that are left, and its branches."""
         num_layers = state.target.architecture.num_layers
-        skip = self.skip_set
+        skip = self._chosen(state)
         if skip is None:
-            middle = range(num_layers // 4, max(1, num_layers - num_layers // 4))
-            skip = SkipSet.layers((sorted(state.target.architecture.borrowers) or middle)[::2])
-        plan = LayerPlan(skip_attention=skip.attention, skip_mlp=skip.mlp)
+            return TokenTree.root_only(state.root)
+        plan = skip.plan
         shared = num_layers if skip.first is None else skip.first
         tokens = min(budget, self.max_draft_tokens)
         confidence = self.confidence
         if confidence is None and self.do_sample and draws(state):
             confidence = DRAWN_CONFIDENCE
+        self._growth = growth_of(state, part_of(skip), confidence)
         return draft_chain(
             state,
             plan,
             shared,
             tokens,
-            Growth(state, type(self).__name__, confidence),
+            self._growth,
             self.branches,
             budget,
             self.do_sample,
         )
 
+    def _chosen(self, state: DecodeState) -> SkipSet | None:
+        """The set to draft with, or None if that is not to be done."""
+        if self.found is not None and not self.found.pays:
+            return None
+        if self.skip_set is not None:
+            return self.skip_set
+        if self._searches(state):
+            return trials_of(state).best(state)
+        found = state.target.architecture
+        middle = range(found.num_layers // 4, max(1, found.num_layers - found.num_layers // 4))
+        return SkipSet.layers((sorted(found.borrowers) or middle)[::2])
+
+    def _searches(self, state: DecodeState) -> bool:
+        """Whether a set is searched on the text."""
+        is_drawn = self.do_sample and draws(state)
+        trees = state.target.architecture.support == "tree"
+        return self.skip_set is None and state.costs.adaptive and trees and not is_drawn
+
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
-        """Nothing to keep: the cache is the target's own."""
+        """Learn what became of the draft; go on with the search, if there is one."""
+        if self._growth is not None:
+            self._growth.learn(state)
+            self._growth = None
+        if self._searches(state):
+            trials_of(state).step(state)
 
     def reset(self) -> None:
-        """Nothing to forget."""
+        """Forget the draft before."""
+        self._growth = None
+
+
+def _found(value: object) -> FoundSkipSet | None:
+    from selfspec.checkpoints.skip_sets import FoundSkipSet  # costs time only where it is needed
+
+    return value if isinstance(value, FoundSkipSet) else None

@@ -21,10 +21,10 @@ import torch
 from selfspec_kernels.draft_topk import MAX_K
 from torch import Tensor, nn
 
+from selfspec.drafters.candidates import best_of
 from selfspec.drafters.draw import draw, draws
 from selfspec.drafters.mtp_module import MtpModule, MtpRows, load_mtp
 from selfspec.drafters.options import check_bool, check_int, check_probability
-from selfspec.drafters.partial import best_of
 from selfspec.drafters.states_seen import AT_ONCE, StatesSeen
 from selfspec.tree import TokenTree
 
@@ -249,8 +249,9 @@ class _Chain:
             self._log_q.append(log_q)
             top1 = log_q.gather(1, ids[:, :1])[:, 0].exp() if measured else None
         else:
-            ids, probable = best_of(logits, count, measured)
-            top1 = None if probable is None else probable[:, 0]
+            best = best_of(logits, count, measured)
+            ids = best.ids
+            top1 = None if best.probable is None else best.probable[:, 0]
         self._levels.append(ids)
         self._chain = torch.cat([self._chain, ids[:, :1]], dim=1)
         self._depth = self._depth + self._growing

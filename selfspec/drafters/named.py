@@ -27,8 +27,14 @@ _BY_NAME: dict[str, Callable[..., Drafter]] = {
     "feature": FeatureDrafter,
     "mtp": MtpDrafter,
 }
-_KINDS = {"heads": "heads", "feature": "feature", "early-exit": "exit"}
+_KINDS = {
+    "heads": "heads",
+    "feature": "feature",
+    "early-exit": "exit",
+    "layer-skip": "skip_set",
+}
 _NEEDED = {"heads", "feature"}
+_SEARCHING = {"early-exit", "layer-skip"}
 _AUTO = ("feature", "heads")  # kinds, the best first
 
 Drafts = Mapping[str, Any]
@@ -40,7 +46,7 @@ def networks_for(
     drafts: str | PathLike[str] | Mapping[str, nn.Module] | None,
     strict_base: bool,
 ) -> dict[str, nn.Module]:
-    """The trained networks that the names in `drafter` stand for, by kind.
+    """The trained networks, and the skip set, that the names in `drafter` stand for, by kind.
 
     Args:
         drafter: As for `selfspec.wrap`, as the next ones.
@@ -59,7 +65,7 @@ def networks_for(
             f"drafts={drafts!r} must be a folder, a repository, or networks by kind "
             '("feature", "heads", "exit"); a drafter is passed as drafter=.'
         )
-    found: Mapping[Any, nn.Module] = {}
+    found: Mapping[Any, Any] = {}
     if isinstance(drafts, Mapping):
         found = drafts
     elif taken:
@@ -73,7 +79,7 @@ def networks_for(
         raise ValueError(
             f"drafts{what}{kinds} has no use with drafter={drafter!r}: "
             '"feature", "heads" and "early-exit" use drafts of kind feature, heads and exit, '
-            '"auto" uses feature or heads.'
+            '"layer-skip" a skip_set, "auto" uses feature or heads.'
         )
     return used
 
@@ -113,7 +119,9 @@ def resolve(
     if isinstance(drafter, str):
         if drafter in ("auto", "none"):
             return _best_of(drafts if drafter == "auto" else {}), drafter == "auto"
-        return _named(drafter, drafts), False
+        # What it drafts with it has to find out, by estimates: measured time has the last word.
+        searches = drafter in _SEARCHING and _KINDS[drafter] not in drafts
+        return _named(drafter, drafts), searches
     if isinstance(drafter, Sequence):
         if "none" in drafter:
             raise ValueError("drafter='none' cannot be part of a list.")
@@ -149,6 +157,8 @@ def _check_name(name: str) -> None:
 def _named(name: str, drafts: Drafts) -> Drafter:
     _check_name(name)
     network = drafts.get(_KINDS.get(name, ""))
+    if network is not None and name == "layer-skip":
+        return LayerSkipDrafter(network)
     if network is not None:
         return _BY_NAME[name](network=network)
     if name in _NEEDED:

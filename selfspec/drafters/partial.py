@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from selfspec.drafters.candidates import Candidates, best_after, best_of
 from selfspec.drafters.draw import draw, draws
 from selfspec.patch import LayerPlan
 from selfspec.tree import Resume, TokenTree
@@ -117,18 +118,19 @@ def draft_chain(
             count = min(most, logits.shape[-1] if among is None else len(among))
             ids, q = draw(state, logits[:, -1], tree.tokens[:, 1:], count, among)
             log_q.append(q)
-            probable = q.gather(1, ids).exp() if growth.asks else None
+            best = Candidates(ids, q.gather(1, ids).exp() if growth.asks else None)
         elif readout is None:
-            ids, probable = best_of(logits[:, -1], most, growth.asks)
+            best = best_of(logits[:, -1], most, growth.asks)
         else:
-            ids, probable = _best_after(plan.captured[last][:, -1], readout, most, growth.asks)
-        ids = ids.to(device)
+            best = best_after(plan.captured[last][:, -1], readout, most, growth.asks)
+        best = best.to(device)
+        ids = best.ids
         siblings.append(ids[:, 1:])
         tree = TokenTree.chain(state.root, torch.cat([tree.tokens[:, 1:], ids[:, :1]], dim=1))
         num_nodes = num_nodes + growing
         growing = growing & (room > depth + 1)
-        if probable is not None:
-            growing = growth.after(probable.to(device), growing)
+        if best.probable is not None:
+            growing = growth.after(best, growing)
             if not growth.goes_on(growing):
                 break
     length = tree.width
@@ -149,26 +151,6 @@ def draft_chain(
         known = torch.stack(log_q, dim=1)
         known = torch.nn.functional.pad(known, (0, 0, 0, tree.width - known.shape[1]))
     return replace(tree, num_nodes=num_nodes, resume=resume, log_q=known)
-
-
-def best_of(logits: Tensor, k: int, measured: bool) -> tuple[Tensor, Tensor | None]:
-    """Ids [B, k] of the largest logits [B, V], and their probabilities if they are asked for."""
-    if k == 1:
-        ids = logits.argmax(-1, keepdim=True)
-    else:
-        ids = logits.topk(min(k, logits.shape[-1])).indices
-    return ids, logits.float().softmax(-1).gather(-1, ids) if measured else None
-
-
-def _best_after(
-    hidden: Tensor, readout: Readout | ExitReadout, k: int, measured: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The same from the last layer's output [B, C]."""
-    if k == 1 and measured:
-        token, top1 = readout.best(hidden)
-        return token[:, None], top1[:, None]
-    ids, log_probs = readout.top(hidden, k)
-    return ids, log_probs.exp() if measured else None
 
 
 def _with_leaves(

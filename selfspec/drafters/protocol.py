@@ -17,7 +17,8 @@ class Drafter(Protocol):
     Whatever a drafter proposes, the output stays the target's; a bad draft only costs time.
 
     Optional members: `sizes_itself` (True if it chooses how much to draft, by `state.costs`),
-    `makes_valid_trees` (True if its trees need no check on a device), `bind(architecture)` (called
+    `makes_valid_trees` (True if its trees need no check on a device), `is_lossy` (True if some of
+    its tokens are to be kept unseen, see `TokenTree.given`), `bind(architecture)` (called
     when it is wrapped, to refuse a model that it does not fit), and `promise`, for
     `CombinedDrafter`.
     """

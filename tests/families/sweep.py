@@ -56,7 +56,7 @@ DRAFTERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "ngram": lambda answers: selfspec.NGramDrafter(min_match=1, max_candidates=2, min_prob=0.0),
     "oracle-tree": lambda answers: OracleDrafter(answers, 4, (0, 3), VOCAB, branches=2),
     "early-exit": lambda answers: selfspec.EarlyExitDrafter(2, confidence=0.0, branches=2),
-    "layer-skip": lambda answers: selfspec.LayerSkipDrafter(confidence=0.0),
+    "layer-skip": lambda answers: selfspec.LayerSkipDrafter([2], confidence=0.0),
     "fixed": lambda answers: OracleDrafter(answers, 4, (0, 3), VOCAB, branches=2),
 }
 

@@ -25,6 +25,7 @@ import selfspec
 from tests.families import tiny
 from tests.generate.common import NEW, raised, same
 from tests.oracle import OracleDrafter, RandomTreeDrafter
+from tests.parts import by_name
 
 
 def test_small_position_tables_are_no_reason_against_trees() -> None:
@@ -164,7 +165,7 @@ def test_a_model_in_training_mode_is_left_to_transformers() -> None:
 def test_a_model_copied_while_a_request_runs_is_an_ordinary_one(model: Any) -> None:
     prompt = tiny.prompts(1)
     plain = model.generate(**prompt, max_new_tokens=NEW)
-    steps = selfspec.wrap(model, drafter="early-exit").stream(**prompt, max_new_tokens=NEW)
+    steps = selfspec.wrap(model, drafter=by_name("early-exit")).stream(**prompt, max_new_tokens=NEW)
     next(steps)
     next(steps)
     twin = copy.deepcopy(model)
@@ -201,7 +202,7 @@ def test_autocast_reaches_the_thread_of_a_stream(model: Any) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_under_autocast_and_after_it(batch: int, drafter: str, graphs: bool) -> None:
     model, prompt = tiny.build("llama_gqa3"), tiny.prompts(batch)
-    spec = selfspec.wrap(model, drafter=drafter, cuda_graphs=graphs)
+    spec = selfspec.wrap(model, drafter=by_name(drafter), cuda_graphs=graphs)
     for dtype in (torch.bfloat16, None, torch.bfloat16):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             plain = model.generate(**prompt, max_new_tokens=2)
@@ -215,7 +216,7 @@ def test_what_a_model_can_do_is_not_found_by_the_rounding_of_autocast() -> None:
     """What is found when a model is wrapped is kept for all its requests."""
     model = copy.deepcopy(tiny.build("llama_gqa3"))
     with torch.autocast("cpu", torch.bfloat16):
-        spec = selfspec.wrap(model, "early-exit")
+        spec = selfspec.wrap(model, by_name("early-exit"))
         spec.generate(**tiny.prompts(1), max_new_tokens=4)
     found = spec._target.architecture
     assert found.support == "tree"

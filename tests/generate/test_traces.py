@@ -13,12 +13,13 @@ import selfspec
 from tests.families import tiny
 from tests.generate.common import NEW, snapshot
 from tests.oracle import RandomTreeDrafter
+from tests.parts import by_name
 
 
 def test_the_model_is_left_as_it_was(model: Any) -> None:
     before = snapshot(model)
     for drafter in ("auto", "ngram", "early-exit", "layer-skip", "none"):
-        spec = selfspec.wrap(model, drafter=drafter)
+        spec = selfspec.wrap(model, drafter=by_name(drafter))
         assert snapshot(model) == before
         spec.generate(**tiny.prompts(2), max_new_tokens=NEW)
         assert snapshot(model) == before
@@ -78,7 +79,7 @@ def test_a_hook_on_a_layer_survives(model: Any) -> None:
         prompt = tiny.prompts(1)
         plain = model.generate(**prompt, max_new_tokens=8)
         before = next(calls)
-        spec = selfspec.wrap(model, drafter="early-exit")
+        spec = selfspec.wrap(model, drafter=by_name("early-exit"))
         assert spec.generate(**prompt, max_new_tokens=8).tolist() == plain.tolist()
         assert next(calls) > before + 3
         assert layer.__dict__["forward"] is hooked
@@ -94,7 +95,8 @@ def test_threads(model: Any) -> None:
     ]
     answers = [model.generate(**p, max_new_tokens=NEW).tolist() for p in prompts]
     before = snapshot(model)
-    wrappers = [selfspec.wrap(model, drafter=d) for d in ("early-exit", "layer-skip", "ngram")]
+    names = ("early-exit", "layer-skip", "ngram")
+    wrappers = [selfspec.wrap(model, drafter=by_name(name)) for name in names]
     results: dict[int, list[Any]] = {i: [] for i in range(8)}
 
     def work(i: int) -> None:

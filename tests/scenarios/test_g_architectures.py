@@ -194,7 +194,7 @@ def test_g7_attention_without_4d_masks_gets_chains(flash: str, batch: int) -> No
 @pytest.mark.parametrize(
     "drafter",
     [
-        LayerSkipDrafter(confidence=0.0),
+        LayerSkipDrafter([3], confidence=0.0),
         LayerSkipDrafter([2, 3], confidence=0.0, branches=2),
         EarlyExitDrafter(1, confidence=0.0),
         EarlyExitDrafter(3, confidence=0.0, branches=2),
@@ -225,7 +225,7 @@ LOOPED = [kind for kind in ("dory",) if kind in CONFIG_MAPPING]  # newer than ou
 def test_g9_layers_in_loops_are_verified_from_the_beginning(kind: str) -> None:
     model, prompt = sweep.build(kind), tiny.prompts(3)
     plain = model.generate(**prompt, **GREEDY)
-    for drafter in (EarlyExitDrafter(2, confidence=0.0), LayerSkipDrafter(confidence=0.0)):
+    for drafter in (EarlyExitDrafter(2, confidence=0.0), LayerSkipDrafter([1], confidence=0.0)):
         spec = selfspec.wrap(model, drafter=drafter)
         assert not spec._target.architecture.resumable
         assert spec.generate(**prompt, **GREEDY).tolist() == plain.tolist()

@@ -18,6 +18,7 @@ from selfspec.training.batches import Batch
 from selfspec.training.estimate import estimate
 from selfspec.training.initial import Network, initial_network
 from selfspec.training.objectives import Objective
+from tests.parts import by_name
 from tests.training.learnable import LAYERS, TAPS, answers, config, target
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -220,7 +221,7 @@ def test_h10_training_after_and_inside_inference_mode(inside: bool, tmp_path: Pa
     model = target()
     ids = torch.tensor([answers()[0].prompt_ids])
     mask = torch.ones_like(ids)
-    spec = selfspec.wrap(model, drafter="early-exit")
+    spec = selfspec.wrap(model, drafter=by_name("early-exit"))
     with torch.inference_mode():
         spec.generate(ids, attention_mask=mask, max_new_tokens=8)
     states = StreamedStates(model, answers())

@@ -15,6 +15,7 @@ from selfspec import NGramDrafter
 from tests.families import tiny
 from tests.follow import only_watched
 from tests.oracle import RandomTreeDrafter
+from tests.parts import by_name
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_i1_nothing_is_left_by_300_requests(model: Any) -> None:
     prompt = tiny.prompts(2)
     wrappers = [
         selfspec.wrap(model, drafter=NGramDrafter(1, min_prob=0.0)),
-        selfspec.wrap(model, drafter="early-exit", cuda_graphs=True),
+        selfspec.wrap(model, drafter=by_name("early-exit"), cuda_graphs=True),
         selfspec.wrap(model, drafter="none"),
         selfspec.wrap(model),
     ]
@@ -94,7 +95,8 @@ def test_i1_failing_requests_leave_what_plain_ones_leave(model: Any) -> None:
     # Transformers keeps cycles of its own, some objects a request, no tensors.
     stock = growth(failing(model.generate), 60)[1]
     for drafter in ("ngram", "early-exit"):
-        tensors, objects = growth(failing(selfspec.wrap(model, drafter=drafter).generate), 60)
+        spec = selfspec.wrap(model, drafter=by_name(drafter))
+        tensors, objects = growth(failing(spec.generate), 60)
         assert tensors <= 0
         assert objects < stock + 30
 
@@ -103,7 +105,7 @@ def test_i1_failing_requests_leave_what_plain_ones_leave(model: Any) -> None:
 @pytest.mark.parametrize("drafter", ["early-exit", "layer-skip"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_i1_an_exception_frees_keys_and_values(model: Any, drafter: str, error: Any) -> None:
-    spec = selfspec.wrap(model, drafter=drafter)
+    spec = selfspec.wrap(model, drafter=by_name(drafter))
 
     def fail(ids: Any, scores: Any) -> Any:
         if ids.shape[1] > 20:
@@ -128,7 +130,7 @@ def test_i1_memory_of_the_device_is_flat() -> None:
     model = copy.deepcopy(tiny.build("llama")).cuda()
     prompt = {name: value.cuda() for name, value in tiny.prompts(3).items()}
     for drafter in ("ngram", "early-exit", "layer-skip"):
-        spec = selfspec.wrap(model, drafter=drafter)
+        spec = selfspec.wrap(model, drafter=by_name(drafter))
         used = []
         for _ in range(60):
             spec.generate(**prompt, max_new_tokens=20)
@@ -147,7 +149,7 @@ def test_i4_nothing_is_copied_deeply_in_a_step(model: Any, monkeypatch: pytest.M
     prompt = tiny.prompts(2)
     specs = [
         selfspec.wrap(model, drafter=d)
-        for d in ("none", NGramDrafter(1, min_prob=0.0), "early-exit", RandomTreeDrafter())
+        for d in ("none", NGramDrafter(1, min_prob=0.0), by_name("early-exit"), RandomTreeDrafter())
     ]
     monkeypatch.setattr(copy, "deepcopy", counting)
     for generate in (model.generate, *(spec.generate for spec in specs)):
@@ -161,7 +163,7 @@ def test_i4_nothing_is_copied_deeply_in_a_step(model: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize("drafter", ["ngram", "early-exit"])
 def test_i6_a_cached_prefix_is_not_computed_again(model: Any, drafter: str) -> None:
     prompt = tiny.prompts(1)["input_ids"]
-    spec = selfspec.wrap(model, drafter=drafter)
+    spec = selfspec.wrap(model, drafter=by_name(drafter))
     settings = {"max_new_tokens": 8, "return_dict_in_generate": True}
     first = spec.generate(prompt, **settings)
     longer = torch.cat([first.sequences, torch.tensor([[3, 5, 7]])], 1)

@@ -18,6 +18,7 @@ import selfspec
 from selfspec import SpecStats
 from tests.families import tiny
 from tests.oracle import OracleDrafter, RandomTreeDrafter
+from tests.parts import by_name
 
 NEW = 24
 
@@ -215,7 +216,7 @@ def cycling() -> Any:
 
 
 SMOKE: dict[str, Any] = {
-    **{name: name for name in ("auto", "ngram", "early-exit", "layer-skip")},
+    **{name: by_name(name) for name in ("auto", "ngram", "early-exit", "layer-skip")},
     **{f"{name}, tuned": make() for name, make in DRAFTERS.items()},
 }
 

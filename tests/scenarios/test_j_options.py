@@ -23,6 +23,7 @@ from selfspec import generation_options as table
 from tests.families import tiny
 from tests.generate.common import Columns, snapshot
 from tests.oracle import OracleDrafter, RandomTreeDrafter
+from tests.parts import by_name
 from tests.scenarios import options as cases
 from tests.scenarios.options import NEW, Counting, Fresh, answered, small
 
@@ -271,7 +272,7 @@ def test_j7_a12_an_early_exit_of_transformers_does_not_draft_with_ours() -> None
     """Its inner `generate` runs on the same, shortened model; afterwards that is whole."""
     model = copy.deepcopy(small())
     before = snapshot(model)
-    spec = selfspec.wrap(model, drafter="early-exit")
+    spec = selfspec.wrap(model, drafter=by_name("early-exit"))
     for _ in range(2):
         out = spec.generate(**tiny.prompts(1), max_new_tokens=NEW, assistant_early_exit=1)
         assert out.tolist() == without(1, False)
@@ -376,7 +377,8 @@ def test_j7_options_together(seed: int) -> None:
     batch = draw.choice((1, 3))
     plain, seen = run(small().generate, values, batch)
     oracle = "ngram" if isinstance(plain, str) else answered(plain)
-    drafter = draw.choice([oracle, RandomTreeDrafter(seed), "ngram", "early-exit", "layer-skip"])
+    parts = [by_name("early-exit"), by_name("layer-skip")]
+    drafter = draw.choice([oracle, RandomTreeDrafter(seed), "ngram", *parts])
     spec = selfspec.wrap(small(), drafter=drafter, cuda_graphs=draw.random() < 0.4)
     ours, mine = run(spec.generate, values, batch)
     if "eos_token_id" in values and not isinstance(plain, str):  # scores of rows that have ended
