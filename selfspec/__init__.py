@@ -6,6 +6,7 @@ C hidden size.
 
 __version__ = "0.1.0"
 
+from selfspec.calibration import Calibration, calibrate
 from selfspec.config import SpecConfig
 from selfspec.drafters import (
     CombinedDrafter,
@@ -14,25 +15,30 @@ from selfspec.drafters import (
     FeatureDrafter,
     HeadsDrafter,
     LayerSkipDrafter,
+    LossyExitDrafter,
     MtpDrafter,
     NGramDrafter,
-    SkipSet,
 )
+from selfspec.exit_calibration import ExitCalibration, calibrate_exit
 from selfspec.metrics import SpecStats
 from selfspec.model import SpeculativeModel, wrap
+from selfspec.skip_set import SkipSet
 from selfspec.state import Acceptance, DecodeState, TargetOutput
 from selfspec.step import Step
 from selfspec.tree import TokenTree
 
 __all__ = [
     "Acceptance",
+    "Calibration",
     "CombinedDrafter",
     "DecodeState",
     "Drafter",
     "EarlyExitDrafter",
+    "ExitCalibration",
     "FeatureDrafter",
     "HeadsDrafter",
     "LayerSkipDrafter",
+    "LossyExitDrafter",
     "MtpDrafter",
     "NGramDrafter",
     "SkipSet",
@@ -42,5 +48,7 @@ __all__ = [
     "Step",
     "TargetOutput",
     "TokenTree",
+    "calibrate",
+    "calibrate_exit",
     "wrap",
 ]

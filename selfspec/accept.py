@@ -9,11 +9,13 @@ rules but the last are lossless:
   https://arxiv.org/abs/2505.12398, which on a chain is block verification, or rejection sampling
   round by round; see `selfspec_kernels.tree_accept_sampled`;
 * lossy, on request only: typical acceptance, Cai et al. 2024 (Medusa), section 2.3.1,
-  https://arxiv.org/abs/2401.10774.
+  https://arxiv.org/abs/2401.10774; and tokens of an early exit that are kept unseen, Schuster et
+  al. 2022 (CALM), https://arxiv.org/abs/2207.07061.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,7 +79,8 @@ def _follow_choices(
 ) -> Acceptance:
     """All choices at once, then one walk on the device."""
     if sampler.is_argmax:
-        return follow(tree, first_choice(logits))
+        choices = first_choice(logits)
+        return follow(tree, choices) if tree.given is None else _keep(tree, choices, tree.given)
     scores = sampler.scores(logits)
     positions = state.positions()
     at = torch.tensor(positions, device=logits.device)[:, None] + tree.depth.to(logits.device)
@@ -107,6 +110,17 @@ def follow(tree: TokenTree, choices: Tensor, scores: Tensor | None = None) -> Ac
         max_depth=tree.max_depth,
     )
     return Acceptance(path, num_accepted, next_token, scores)
+
+
+def _keep(tree: TokenTree, choices: Tensor, given: Tensor) -> Acceptance:
+    """Keep `given` nodes of every row's chain, then follow the target's choices [B, N]."""
+    device = choices.device
+    given = torch.minimum(given.to(device), tree.num_nodes.to(device) - 1)
+    node = torch.arange(tree.width - 1, device=device)
+    unseen, own = node < given[:, None], tree.tokens.to(device)[:, 1:]
+    differs = unseen & (own != choices[:, :-1])
+    kept = torch.cat([torch.where(unseen, own, choices[:, :-1]), choices[:, -1:]], dim=1)
+    return replace(follow(tree, kept), differs=differs, given=given)
 
 
 def _reject(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState) -> Acceptance:

@@ -137,7 +137,7 @@ class FixedSteps:
         """
 
         def verify(tree: TokenTree) -> TargetOutput:
-            return self._run(tree, taps, sampler.is_argmax)
+            return self._run(tree, taps, sampler.is_argmax and tree.given is None)
 
         return verify
 

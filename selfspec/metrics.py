@@ -24,6 +24,8 @@ class SpecStats:
         drafted: Draft tokens proposed.
         accepted: Draft tokens kept.
         plain_tokens: Tokens of steps without a draft.
+        given: LOSSY: tokens that were kept without asking the whole model.
+        differing: Those of them of which the whole model says something else, after the same text.
         drafted_by_depth: Row-steps whose draft reached depth d, having been accepted up to d - 1.
         accepted_by_depth: Row-steps accepted at depth d.
         drafted_by: Draft tokens by drafter.
@@ -45,6 +47,8 @@ class SpecStats:
     plain_tokens: int = 0
     forwards: int = 0
     plain_forwards: int = 0
+    given: int = 0
+    differing: int = 0
     plain_seconds: float = 0.0
     drafted_by_depth: Counter[int] = field(default_factory=Counter)
     accepted_by_depth: Counter[int] = field(default_factory=Counter)
@@ -71,6 +75,11 @@ class SpecStats:
     def acceptance_by_depth(self) -> dict[int, float]:
         """P(depth d accepted, given that depth d - 1 was and that the draft went on)."""
         return {d: self.accepted_by_depth[d] / n for d, n in sorted(self.drafted_by_depth.items())}
+
+    @property
+    def disagreement(self) -> float:
+        """Share of the tokens that are not the whole model's; 0 unless a drafter is lossy."""
+        return self.differing / self.emitted if self.emitted else 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -111,6 +120,8 @@ class SpecStats:
         if step.is_prefill:
             return
         self.forwards += 1
+        self.given += sum(step.num_given)
+        self.differing += sum(step.num_differing)
         if not any(step.num_drafted):
             self.plain_forwards += 1
             self.plain_tokens += tokens
@@ -196,6 +207,9 @@ class SpecStats:
             ),
             f"{self.tokens_per_second:.0f} tok/s" + (f" (plain {plain:.0f})" if plain else ""),
         ]
+        if self.given:
+            unseen = f"LOSSY: {100 * self.given / self.emitted:.0f} % of tokens kept unseen"
+            parts.append(f"{unseen}, {100 * self.disagreement:.1f} % differ")
         return " · ".join([*parts, *([left] if left else [])])
 
 

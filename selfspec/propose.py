@@ -34,6 +34,11 @@ def propose(drafter: Drafter, state: DecodeState, budget: int) -> TokenTree:
             f"{type(drafter).__name__}.draft returned a {type(tree).__name__}; it must return a "
             "TokenTree (TokenTree.root_only(state.root) for no draft)."
         )
+    if tree.given is not None and not getattr(drafter, "is_lossy", False):
+        raise ValueError(
+            f"{type(drafter).__name__} drafted tokens to be kept unseen (TokenTree.given), and it "
+            "does not say `is_lossy = True` of itself; leave `given` out for exact text."
+        )
     # Reading a tree back from a device stalls it; there, only drafts of strangers are worth that.
     if state.root.is_cpu or not getattr(drafter, "makes_valid_trees", False):
         try:

@@ -47,6 +47,9 @@ class Acceptance:
         scores: Processed float32 scores [B, N, V] the choice was made from, if they were asked for.
         table: What the host reads of a step, if it is made already; see `step_table`.
         in_place: Whether the cache has the accepted nodes where they belong.
+        differs: LOSSY: bool [B, N - 1], which of the nodes 1.. were kept though the target says
+            something else. None where nothing is kept unseen.
+        given: int32 [B], how many were kept unseen; None likewise.
     """
 
     path: Tensor
@@ -55,6 +58,8 @@ class Acceptance:
     scores: Tensor | None = None
     table: Tensor | None = None
     in_place: bool = False
+    differs: Tensor | None = None
+    given: Tensor | None = None
 
 
 class DecodeState:

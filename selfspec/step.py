@@ -31,6 +31,8 @@ class Step:
         seconds: Time by station.
         scores: Processed float32 scores [V] of every new token, if they are to be returned.
         logits: The target's float32 logits [V] of every new token, likewise.
+        num_given: LOSSY: tokens that were kept unseen; empty if the request is exact.
+        num_differing: Those of them of which the target says something else.
     """
 
     tokens: list[list[int]]
@@ -44,6 +46,8 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)
     scores: list[list[Tensor]] | None = None
     logits: list[list[Tensor]] | None = None
+    num_given: list[int] = field(default_factory=list)
+    num_differing: list[int] = field(default_factory=list)
 
 
 def emit(
@@ -80,6 +84,7 @@ def emit(
             scores.append(list(acceptance.scores[b, at].unbind(0)))
         if logits is not None:
             logits.append(list(output.logits[b, at].float().unbind(0)))
+    given, differing = _unseen(acceptance, tokens)
     return Step(
         tokens,
         drafted,
@@ -90,7 +95,19 @@ def emit(
         is_prefill,
         scores=scores,
         logits=logits,
+        num_given=given,
+        num_differing=differing,
     )
+
+
+def _unseen(acceptance: Acceptance, tokens: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Of the new tokens, how many were kept unseen and how many of those differ; lossy only."""
+    if acceptance.given is None or acceptance.differs is None:
+        return [], []
+    counts = list(zip(acceptance.given.tolist(), map(len, tokens), strict=True))
+    given = [min(pair) for pair in counts]
+    differs = acceptance.differs.tolist()
+    return given, [sum(row[:count]) for row, count in zip(differs, given, strict=True)]
 
 
 def _rows(tree: TokenTree, acceptance: Acceptance) -> list[list[int]]:

@@ -47,6 +47,9 @@ class TokenTree:
         log_q: float32 [B, N, V] or None. Row n is the log distribution that the children of node n
             were drawn from. None for deterministic drafts (n-gram, argmax, top-k).
         resume: Layers that drafting has run already, or None.
+        given: int32 [B] or None. LOSSY: in requests that are plainly greedy, nodes 1..given[b], a
+            chain, are kept whatever the target says of them. Only of drafters that say of
+            themselves that they are lossy.
     """
 
     tokens: Tensor
@@ -56,6 +59,7 @@ class TokenTree:
     num_nodes: Tensor
     log_q: Tensor | None = None
     resume: Resume | None = None
+    given: Tensor | None = None
     max_depth: int = field(default=-1)
     max_nodes: int = field(default=-1)
     max_children: int = field(default=-1)  # known wherever there is a log_q

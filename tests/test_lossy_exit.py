@@ -1,0 +1,273 @@
+"""Real early exit: what is kept unseen, what is said of it, and when it ends."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import selfspec
+from selfspec import LossyExitDrafter, TokenTree
+from selfspec.drafters import lossy_exit
+from selfspec.drift import DriftMonitor
+from tests.families import tiny
+from tests.networks import random_exit
+from tests.silent import silent
+
+NEW = 40
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+
+
+@torch.no_grad()
+def by_hand(
+    model: Any, prompt: list[int], exit_layer: int, threshold: float, most: int
+) -> tuple[list[int], int, int]:
+    """The text, tokens that an exit gave, and those of them that differ from the model's."""
+    cut = copy.deepcopy(model)
+    cut.model.layers = cut.model.layers[:exit_layer]
+    text, given, differing, row = list(prompt), 0, 0, 0
+
+    def says(one: Any) -> tuple[int, float]:
+        law = one(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].softmax(-1)
+        return int(law.argmax()), float(law.max())
+
+    text.append(says(model)[0])  # the prefill is the whole model's
+    end = len(prompt) + NEW
+    while len(text) < end:
+        left = end - len(text)
+        early, sure = says(cut)
+        whole = says(model)[0]
+        if left > 1 and row < most and sure >= threshold:  # nothing is drafted for the last one
+            text.append(early)
+            given, differing, row = given + 1, differing + (early != whole), row + 1
+            continue
+        text.append(whole)
+        if left > 1 and row < most and early == whole and len(text) < end:
+            text.append(says(model)[0])  # a token that was not sure, and right
+        row = 0
+    return text, given, differing
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("threshold", "most"), [(0.0, 3), (0.2, 8), (0.5, 8), (1.0, 8)])
+def test_the_text_is_what_it_says(threshold: float, most: int, graphs: bool) -> None:
+    model, prompt = tiny.build("llama"), tiny.prompts(1)
+    drafter = LossyExitDrafter(3, threshold, most, delta=None)
+    spec = selfspec.wrap(model, drafter, cuda_graphs=graphs)
+    ids = prompt["input_ids"][0].tolist()
+    text, given, differing = by_hand(model, ids, 3, threshold, most)
+    assert spec.generate(**prompt, **GREEDY)[0].tolist() == text
+    assert (spec.stats.given, spec.stats.differing) == (given, differing)
+    assert spec.stats.disagreement == differing / NEW
+    assert "LOSSY: tokens of the exit are kept unseen" in repr(spec)
+    if threshold == 1.0:
+        assert given == 0
+        assert text == model.generate(**prompt, **GREEDY)[0].tolist()
+    else:
+        assert given > 0 < differing
+        assert f"{100 * given / NEW:.0f} % of tokens kept unseen" in str(spec.stats)
+
+
+def test_rows_are_those_that_they_are_alone() -> None:
+    model, prompt = tiny.build("llama"), tiny.prompts(3)
+    whole = selfspec.wrap(model, LossyExitDrafter(3, 0.5, delta=None))
+    together = whole.generate(**prompt, **GREEDY)
+    given = 0
+    for b, (ids, mask) in enumerate(zip(*prompt.values(), strict=True)):
+        spec = selfspec.wrap(model, LossyExitDrafter(3, 0.5, delta=None))
+        row = ids[mask.bool()][None]
+        alone = spec.generate(row, **GREEDY)[0]
+        # Until a row ends first and leaves the others less room to draft.
+        assert together[b, 17 : 17 + NEW // 2].equal(alone[len(row[0]) :][: NEW // 2])
+        given += spec.stats.given
+    assert whole.stats.given > 0.8 * given
+
+
+def test_an_end_of_text_is_an_end() -> None:
+    model, prompt = tiny.build("llama"), tiny.prompts(1)
+    spec = selfspec.wrap(model, LossyExitDrafter(3, 0.0, delta=None))
+    text = spec.generate(**prompt, **GREEDY)[0, 17:].tolist()
+    end = text[9]
+    cut = spec.generate(**prompt, **GREEDY, eos_token_id=end, pad_token_id=0)[0, 17:].tolist()
+    assert cut == text[: text.index(end) + 1]
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.3}, {"do_sample": True, "top_k": 0}])
+def test_what_is_not_plainly_greedy_is_exact(options: dict[str, Any]) -> None:
+    model, prompt = tiny.build("llama"), tiny.prompts(2)
+    settings = {**GREEDY, **options}
+    torch.manual_seed(0)
+    plain = model.generate(**prompt, **settings)
+    spec = selfspec.wrap(model, LossyExitDrafter(3, 0.0, delta=None))
+    torch.manual_seed(0)
+    assert spec.generate(**prompt, **settings).equal(plain)
+    assert spec.stats.given == 0
+    assert "LOSSY" not in str(spec.stats)
+
+
+def test_a_trained_exit_gives_its_own_tokens() -> None:
+    model, prompt = tiny.build("llama"), tiny.prompts(1)
+    network = random_exit(64, 64, 2, attends=False)
+    spec = selfspec.wrap(model, LossyExitDrafter(threshold=0.0, network=network, delta=None))
+    spec.generate(**prompt, **GREEDY)
+    assert spec.stats.given > NEW / 2
+    assert spec.stats.differing > 0
+
+
+class Claiming:
+    """Says that some of its tokens are given, and not that it is lossy."""
+
+    hidden_taps = ()
+    drafter: Any = None
+
+    def draft(self, state: Any, budget: int) -> TokenTree:
+        chain = TokenTree.chain(state.root, state.root[:, None])
+        given = torch.ones(state.batch, dtype=torch.int32)
+        return TokenTree(**{**vars(chain), "given": given})
+
+    def observe(self, state: Any, output: Any, acceptance: Any) -> None: ...
+    def reset(self) -> None: ...
+
+
+def test_exactness_is_not_given_up_unasked() -> None:
+    model = tiny.build("llama")
+    with pytest.raises(ValueError, match="does not say `is_lossy = True`"):
+        selfspec.wrap(model, Claiming()).generate(**tiny.prompts(1), **GREEDY)
+    with pytest.raises(ValueError, match="LossyExitDrafter is lossy, and no part of a list"):
+        selfspec.wrap(model, ["ngram", LossyExitDrafter(2)])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, ValueError, "exit_layer is missing"),
+        ({"exit_layer": 2, "threshold": 1.5}, ValueError, "threshold=1.5"),
+        ({"exit_layer": 2, "max_exits": 0}, ValueError, "max_exits=0"),
+        ({"exit_layer": 2, "delta": 0.0}, ValueError, "delta=0.0"),
+        ({"exit_layer": 2, "delta": "1"}, TypeError, "delta='1'"),
+        ({"exit_layer": 9}, ValueError, "exit_layer=9 is out of range"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        selfspec.wrap(tiny.build("llama"), LossyExitDrafter(**options))
+
+
+# ---------------------------------------------------------------------------- drift
+
+
+def tokens_to_alarm(share: float, seed: int, most: int = 20_000) -> int:
+    rng = np.random.default_rng(seed)
+    monitor = DriftMonitor(0.05)
+    for at in range(0, most, 4):
+        if monitor.add(int((rng.random(4) < share).sum()), 4):
+            return at + 4
+    return most
+
+
+def test_what_is_too_much_is_noticed_soon_and_what_is_allowed_is_not() -> None:
+    assert np.median([tokens_to_alarm(0.15, seed) for seed in range(20)]) < 250
+    assert np.median([tokens_to_alarm(0.1, seed) for seed in range(20)]) < 1000
+    assert sum(tokens_to_alarm(0.05, seed, 5000) < 5000 for seed in range(40)) <= 20
+    assert all(tokens_to_alarm(0.03, seed, 5000) == 5000 for seed in range(20))
+
+
+def test_capital_by_hand() -> None:
+    monitor = DriftMonitor(0.2, alarm=5.0)
+    assert not monitor.add(2, 3)  # one that agrees: less than 1, so 1; then twice doubled
+    assert monitor.capital == pytest.approx(4.0)
+    assert not monitor.add(0, 1)
+    assert monitor.capital == pytest.approx(4.0 * 0.75)
+    assert monitor.add(1, 1)
+    assert (monitor.capital, monitor.alarms) == (1.0, 1)
+
+
+def test_text_that_drifts_becomes_exact(caplog: Any, monkeypatch: Any) -> None:
+    """A random model's exit is wrong most of the time: two alarms, then the model's own text."""
+    monkeypatch.setattr(lossy_exit, "_EXACT", 2)
+    model, prompt = tiny.build("llama"), tiny.prompts(1)
+    spec = selfspec.wrap(model, LossyExitDrafter(2, 0.0))
+    with caplog.at_level("WARNING", "selfspec"):
+        for _ in range(6):
+            spec.generate(**prompt, **GREEDY)
+    assert caplog.text.count("more than 5 % of the tokens that an early exit gives differ") == 2
+    assert "the threshold is 0.5000 from here on" in caplog.text
+    assert "the text is exact" in repr(spec)
+    given = spec.stats.given
+    assert spec.generate(**prompt, **GREEDY).equal(model.generate(**prompt, **GREEDY))
+    assert spec.stats.given == given
+    monitor = spec.costs.kept[lossy_exit.WORK]
+    assert monitor.alarms == 2
+
+
+# ---------------------------------------------------------------------------- calibration
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [tiny.prompts(1, seed=seed)["input_ids"][0].tolist() for seed in range(count)]
+
+
+def test_an_exit_that_is_right_is_certified() -> None:
+    late = range(2, 5)
+    model = silent(late, late, layers=5)
+    levels = (0.9, 0.5, 0.0)
+    found = selfspec.calibrate_exit(model, prompts(50), 2, thresholds=levels, max_new_tokens=8)
+    assert found.guarantee is not None
+    assert found.guarantee.threshold == 0.0
+    assert found.losses.shape == found.given.shape == (50, 3)
+    assert not found.losses.any()
+    assert found.advice == ""
+    # 6 of 8: the first is the prefill's, the last is not drafted for.
+    assert found.given[:, 2].max() == 6 / 8
+    share = found.given.mean(0)
+    assert found.layers_per_token == pytest.approx(share * 2 + (1 - share) * 5)
+    drafter = found.drafter()
+    assert (drafter.exit_layer, drafter.threshold, drafter.delta) == (2, 0.0, 0.05)
+    assert "0.0: the expected loss of a prompt is at most 0.05, with probability 0.9" in str(found)
+
+
+def test_one_that_is_wrong_is_not_and_it_ends_there() -> None:
+    model = tiny.build("llama")
+    found = selfspec.calibrate_exit(
+        model,
+        prompts(50),
+        1,
+        thresholds=(1.0, 0.0, 0.0 - 0.0 if False else 0.0)[:2],
+        max_new_tokens=8,
+    )
+    assert found.guarantee is not None
+    assert found.guarantee.threshold == 1.0  # nothing is kept, nothing is wrong
+    failed = selfspec.calibrate_exit(model, prompts(6), 1, thresholds=(0.0,), max_new_tokens=8)
+    assert failed.guarantee is None
+    assert "allow a larger delta" in failed.advice
+    with pytest.raises(ValueError, match=r"no threshold is certified: at 0\.0 the mean loss"):
+        failed.drafter()
+    few = selfspec.calibrate_exit(model, prompts(6), 1, thresholds=(1.0, 0.0), max_new_tokens=8)
+    assert few.guarantee is None
+    assert "about 45 would certify that" in str(few)
+    assert few.thresholds == (1.0,)
+    whole = selfspec.calibrate_exit(
+        model, prompts(6), 1, thresholds=(1.0, 0.0), max_new_tokens=8, run_all=True
+    )
+    assert whole.thresholds == (1.0, 0.0)
+    assert whole.losses[:, 1].mean() > 0.2
+
+
+def test_a_score_of_ones_own() -> None:
+    seen: list[int] = []
+
+    def score(prompt: Any, answer: Any) -> float:
+        seen.append(len(answer))
+        return 0.25
+
+    found = selfspec.calibrate_exit(
+        tiny.build("llama"), prompts(3), 2, thresholds=(0.5,), score=score, max_new_tokens=5
+    )
+    assert seen == [5, 5, 5]
+    assert (found.losses == 0.75).all()
+    assert (found.disagreement <= 1).all()
+    with pytest.raises(ValueError, match="prompts is empty"):
+        selfspec.calibrate_exit(tiny.build("llama"), [], 2)
