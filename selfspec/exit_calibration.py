@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from selfspec.networks.exit import ExitNetwork
 
-THRESHOLDS = (0.999, 0.995, 0.99, 0.98, 0.96, 0.93, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)
+THRESHOLDS = (0.99, 0.97, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 
 Score = Callable[[Sequence[int], Sequence[int]], float]
 
