@@ -24,7 +24,7 @@ from selfspec.side_work import SideWork
 from selfspec.verify_times import VerifyTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from selfspec.step import Step
 
@@ -239,6 +239,16 @@ class StepCosts:
         if not self.adaptive or recent is None or recent.steps < 4:
             return None
         return recent.value if plain is None else max(recent.value, 1 / plain)
+
+    # ---------------------------------------------------------------- what drafters find out
+
+    def found_for(self, name: str, architecture: object, make: Callable[[], Any]) -> Any:
+        """What is kept by a name for a model, which it has as its `architecture`; or a new one."""
+        found = self.kept.get(name)
+        if getattr(found, "architecture", None) is not architecture:
+            self.kept[name] = found = make()
+            self.notes.pop(name, None)
+        return found
 
     # ---------------------------------------------------------------- choosing
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,6 +39,23 @@ def chain_speedup(
     speed = tokens / np.maximum(lengths * draft_step + verifying, 1e-9)
     best = int(np.argmax(speed))
     return float(speed[best]), int(lengths[best])
+
+
+def speed_by_counts(
+    right: float, of: float, chain: tuple[float, Times, float], deviations: float = 0.0
+) -> float:
+    """What `chain_speedup` says of an acceptance that was counted.
+
+    Args:
+        right: Draft tokens that were right.
+        of: Draft tokens that were counted; one right and one wrong are added, since nothing is
+            certain.
+        chain: The other arguments of `chain_speedup`.
+        deviations: Standard deviations by which the acceptance may be better than it was counted.
+    """
+    mean = (right + 1) / (of + 2)
+    bound = mean + deviations * math.sqrt(mean * (1 - mean) / (of + 3))
+    return chain_speedup(min(bound, 1.0), *chain)[0]
 
 
 def acceptance_needed(

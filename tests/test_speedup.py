@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from selfspec.speedup import acceptance_needed, chain_speedup
+from selfspec.speedup import acceptance_needed, chain_speedup, speed_by_counts
 
 FLAT = [1.0] * 9
 
@@ -56,3 +56,14 @@ def test_what_can_never_pay() -> None:
     assert acceptance_needed(1.0, np.linspace(1, 3, 9)) is None
     assert acceptance_needed(0.1, FLAT, speed=6.0) is None
     assert acceptance_needed(0.1, FLAT, speed=4.0) == pytest.approx(0.94, abs=0.02)
+
+
+def test_a_counted_acceptance_is_no_certain_one() -> None:
+    chain = (0.25, FLAT, 0.0)
+    assert speed_by_counts(0, 0, chain) == chain_speedup(0.5, *chain)[0]
+    assert speed_by_counts(8, 8, chain) == chain_speedup(0.9, *chain)[0]
+    assert speed_by_counts(998, 998, chain) == pytest.approx(chain_speedup(0.999, *chain)[0])
+    # (6 + 1) / (12 + 2) = 0.5, whose deviation is sqrt(0.25 / 15).
+    better = chain_speedup(0.5 + 2 * (0.25 / 15) ** 0.5, *chain)[0]
+    assert speed_by_counts(6, 12, chain, 2.0) == pytest.approx(better)
+    assert speed_by_counts(12, 12, chain, 9.0) == chain_speedup(1.0, *chain)[0]

@@ -10,16 +10,16 @@ known, then one that is enough to see the text change.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from selfspec.layer_shares import LayerShares
 from selfspec.replay import replay_request
-from selfspec.speedup import acceptance_needed, chain_speedup
+from selfspec.speedup import acceptance_needed, speed_by_counts
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
@@ -152,9 +152,8 @@ class ExitTrials:
 
     def _speed(self, exit_layer: int, state: DecodeState, deviations: float = 0.0) -> float:
         count = self._counts[exit_layer]
-        mean = (count.right + 1) / (count.of + 2)
-        bound = mean + deviations * math.sqrt(mean * (1 - mean) / (count.of + 3))
-        return chain_speedup(min(bound, 1.0), *self._chain(exit_layer, state))[0]
+        chain = self._chain(exit_layer, state)
+        return speed_by_counts(count.right, count.of, chain, deviations)
 
     def _chain(self, exit_layer: int, state: DecodeState) -> tuple[float, np.ndarray, float]:
         ratios = state.costs.verify_ratios(state.batch, _LONGEST)
@@ -171,9 +170,6 @@ def part_of(exit_layer: int, is_trained: bool = False) -> str:
 
 def exits_of(state: DecodeState) -> ExitTrials:
     """What is known to the wrapper that a request belongs to."""
-    architecture, kept = state.target.architecture, state.costs.kept
-    found = kept.get(WORK)
-    if not isinstance(found, ExitTrials) or found.architecture is not architecture:
-        kept[WORK] = found = ExitTrials(architecture)
-        state.costs.notes.pop(WORK, None)
+    architecture = state.target.architecture
+    found: ExitTrials = state.costs.found_for(WORK, architecture, partial(ExitTrials, architecture))
     return found

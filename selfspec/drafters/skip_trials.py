@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from selfspec.layer_shares import LayerShares
 from selfspec.patch import LayerPlan
 from selfspec.replay import replay_request
 from selfspec.skip_set import SkipSet
-from selfspec.speedup import acceptance_needed, chain_speedup
+from selfspec.speedup import acceptance_needed, speed_by_counts
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
@@ -187,10 +188,7 @@ class SkipTrials:
 
     def _speed(self, skip: SkipSet, state: DecodeState, deviations: float = 0.0) -> float:
         right, of = self._counts[skip]
-        # One right and one wrong more than were seen: nothing is certain.
-        mean = (right + 1) / (of + 2)
-        bound = mean + deviations * math.sqrt(mean * (1 - mean) / (of + 3))
-        return chain_speedup(min(bound, 1.0), *self._chain(skip, state))[0]
+        return speed_by_counts(right, of, self._chain(skip, state), deviations)
 
     def _acceptance(self, skip: SkipSet) -> float:
         right, of = self._counts[skip]
@@ -213,9 +211,6 @@ def part_of(skip: SkipSet) -> str:
 
 def trials_of(state: DecodeState) -> SkipTrials:
     """The search of the wrapper that a request belongs to."""
-    architecture, kept = state.target.architecture, state.costs.kept
-    found = kept.get(WORK)
-    if not isinstance(found, SkipTrials) or found.architecture is not architecture:
-        kept[WORK] = found = SkipTrials(architecture)
-        state.costs.notes.pop(WORK, None)
+    architecture = state.target.architecture
+    found: SkipTrials = state.costs.found_for(WORK, architecture, partial(SkipTrials, architecture))
     return found
