@@ -44,6 +44,7 @@ class ExitCalibration:
         given: float64 [n, K], share of tokens that were kept unseen.
         guarantee: The loosest threshold that was certified; None if none was.
         advice: What to do if none was; else empty.
+        network: The trained exit, if there was one.
     """
 
     exit_layer: int
@@ -69,6 +70,9 @@ class ExitCalibration:
     def drafter(self) -> LossyExitDrafter:
         """What keeps tokens at the certified threshold, to be passed to `wrap`.
 
+        Live text is watched for tokens that differ; where losses were scores of the user's, which
+        live text does not show, nobody watches.
+
         Raises:
             ValueError: If none was certified.
         """
@@ -77,7 +81,7 @@ class ExitCalibration:
         return LossyExitDrafter(
             self.exit_layer,
             self.guarantee.threshold,
-            delta=self.guarantee.delta,
+            delta=self.guarantee.delta if self.losses is self.disagreement else None,
             network=self.network,
         )
 
@@ -164,14 +168,14 @@ def calibrate_exit(
                 advice = _advice(float(losses[:, k].mean()), threshold, delta, epsilon, len(rows))
                 if not run_all:
                     break
-    table = np.array(columns).transpose(2, 1, 0)  # [3, n, K]
+    table = list(np.array(columns).transpose(2, 1, 0))  # three of [n, K]
     layer = exit_layer if network is None else network.config.exit_layer
     assert layer is not None
     return ExitCalibration(
         exit_layer=layer,
         num_layers=num_layers,
         thresholds=tuple(thresholds[: len(columns)]),
-        losses=table[0],
+        losses=table[1] if score is None else table[0],
         disagreement=table[1],
         given=table[2],
         guarantee=found,

@@ -269,5 +269,14 @@ def test_a_score_of_ones_own() -> None:
     assert seen == [5, 5, 5]
     assert (found.losses == 0.75).all()
     assert (found.disagreement <= 1).all()
+    liked = selfspec.calibrate_exit(
+        tiny.build("llama"),
+        prompts(50),
+        2,
+        thresholds=(0.5,),
+        score=lambda *_: 1.0,
+        max_new_tokens=3,
+    )
+    assert liked.drafter().delta is None  # a score says nothing of tokens that differ
     with pytest.raises(ValueError, match="prompts is empty"):
         selfspec.calibrate_exit(tiny.build("llama"), [], 2)

@@ -9,6 +9,7 @@ whoever does not own it trains an exit instead (`TrainConfig(kind="exit")`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -23,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils.logging import tqdm
 
-from selfspec.checkpoints.tensors import read_json, write_json, write_tensors
+from selfspec.checkpoints.tensors import read_header, read_json, write_json, write_tensors
 from selfspec.config import Options
 from selfspec.patch import LayerPlan
 from selfspec.target import Target
@@ -38,12 +39,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-CHECKPOINT, PROGRESS, CONFIG, LOG = (
-    "checkpoint.safetensors",
-    "progress.json",
-    "early_exit_config.json",
-    "log.jsonl",
-)
+CHECKPOINT, CONFIG, LOG = "checkpoint.safetensors", "early_exit_config.json", "log.jsonl"
 _POSITIONS = 256  # whose logits over the whole vocabulary are in float32 at a time
 
 
@@ -196,7 +192,7 @@ class _Run:
         self.training = model.training
         self.step = self.tokens = self.epoch = self.position = 0
         out.mkdir(parents=True, exist_ok=True)
-        if (out / PROGRESS).is_file():
+        if (out / CHECKPOINT).is_file():
             self._resume()
         else:
             (out / LOG).unlink(missing_ok=True)
@@ -303,11 +299,10 @@ class _Run:
             file.write(json.dumps(line) + "\n")
 
     def _checkpoint(self) -> None:
-        tensors = self.optimizer.tensors()
-        # Two files cannot be replaced at once: the step is in both.
-        write_tensors(tensors, self.out / CHECKPOINT, {"step": str(self.step)})
         numbers = {n: getattr(self, n) for n in ("step", "tokens", "epoch", "position")}
-        write_json({**numbers, "texts": _mark(self.answers)}, self.out / PROGRESS)
+        # In one file, since two cannot be replaced at once.
+        progress = json.dumps({**numbers, "texts": _mark(self.answers)})
+        write_tensors(self.optimizer.tensors(), self.out / CHECKPOINT, {"progress": progress})
         self.saved = time.monotonic()
 
     def _resume(self) -> None:
@@ -318,7 +313,7 @@ class _Run:
                 f"{self.out} holds a run with another config; choose another folder, or the "
                 f"config that is in {CONFIG}."
             )
-        progress = read_json(self.out / PROGRESS)
+        progress = json.loads(read_header(self.out / CHECKPOINT)["progress"])
         if progress.pop("texts") != _mark(self.answers):
             raise ValueError(f"{self.out} holds a run with other texts; choose another folder.")
         for name, value in progress.items():
@@ -352,7 +347,5 @@ def _embeddings(model: PreTrainedModel) -> list[nn.Parameter]:
 
 
 def _mark(answers: Sequence[Answer]) -> str:
-    import hashlib
-
     whole = json.dumps([[a.prompt_ids, a.response_ids] for a in answers])
     return hashlib.sha256(whole.encode()).hexdigest()
