@@ -170,7 +170,7 @@ def lossy(model: Any, prompts: list[torch.Tensor], args: Any) -> dict[str, Any]:
     found = selfspec.calibrate_exit(
         model,
         [ids[0] for ids in prompts],
-        None if network is not None else args.lossy_exit,
+        None if network is not None else args.lossy_exits,
         network=network,
         delta=args.delta,
         epsilon=args.epsilon,
@@ -180,7 +180,7 @@ def lossy(model: Any, prompts: list[torch.Tensor], args: Any) -> dict[str, Any]:
     )
     print(found)
     rng = np.random.default_rng(0)
-    count = len(prompts)
+    count = len(found.losses)
     violated, nothing, layers = 0, 0, []
     for _ in range(_SPLITS):
         order = rng.permutation(count)
@@ -193,8 +193,7 @@ def lossy(model: Any, prompts: list[torch.Tensor], args: Any) -> dict[str, Any]:
             continue
         k = found.thresholds.index(guarantee.threshold)
         violated += bool(found.losses[theirs, k].mean() > args.delta)
-        share = found.given[theirs, k].mean()
-        layers.append(share * found.exit_layer + (1 - share) * found.num_layers)
+        layers.append(found.layers[theirs, k].mean())
     table = {
         str(threshold): {
             "loss": float(found.losses[:, k].mean()),
@@ -206,7 +205,9 @@ def lossy(model: Any, prompts: list[torch.Tensor], args: Any) -> dict[str, Any]:
     }
     result = {
         "prompts": count,
-        "exit layer": found.exit_layer,
+        "learned on": len(prompts) - count,
+        "exit layers": found.exit_layers,
+        "weights": found.weights,
         "test": args.test,
         "delta": args.delta,
         "epsilon": args.epsilon,
@@ -239,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--exits", type=int, nargs="+", default=[2, 4, 6, 8])
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
     parser.add_argument("--learn", type=int, default=8, help="prompts of `exits` to learn on")
-    parser.add_argument("--lossy-exit", type=int, default=4)
+    parser.add_argument("--lossy-exits", type=int, nargs="+", default=[2, 4, 6, 8])
     parser.add_argument("--delta", type=float, default=0.05)
     parser.add_argument("--epsilon", type=float, default=0.1)
     parser.add_argument("--test", default="hoeffding-bentkus")

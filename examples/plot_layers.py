@@ -51,7 +51,7 @@ def by_exit(training: dict[str, Any], path: Path) -> Path:
 
 def layers_per_token(lossy: dict[str, Any], path: Path) -> Path:
     """Mean loss over layers a token, one point a threshold."""
-    title = f"{lossy['model']}, exit after {lossy['exit layer']} of {lossy['of layers']}"
+    title = f"{lossy['model']}, exits after {lossy['exit layers']} of {lossy['of layers']}"
     drawing, axes = figure(path, title, "layers a token", "mean loss of a prompt")
     rows = lossy["thresholds"]
     axes.plot(

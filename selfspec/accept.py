@@ -113,14 +113,15 @@ def follow(tree: TokenTree, choices: Tensor, scores: Tensor | None = None) -> Ac
 
 
 def _keep(tree: TokenTree, choices: Tensor, given: Tensor) -> Acceptance:
-    """Keep `given` nodes of every row's chain, then follow the target's choices [B, N]."""
+    """Keep the first nodes of every row's chain as `given`, then follow the choices [B, N]."""
     device = choices.device
-    given = torch.minimum(given.to(device), tree.num_nodes.to(device) - 1)
-    node = torch.arange(tree.width - 1, device=device)
-    unseen, own = node < given[:, None], tree.tokens.to(device)[:, 1:]
+    node = torch.arange(1, tree.width, device=device)
+    there = node < tree.num_nodes.to(device)[:, None]
+    layers = given.to(device)[:, 1:] * there
+    unseen, own = layers > 0, tree.tokens.to(device)[:, 1:]
     differs = unseen & (own != choices[:, :-1])
     kept = torch.cat([torch.where(unseen, own, choices[:, :-1]), choices[:, -1:]], dim=1)
-    return replace(follow(tree, kept), differs=differs, given=given)
+    return replace(follow(tree, kept), differs=differs, given=layers)
 
 
 def _reject(tree: TokenTree, logits: Tensor, sampler: Sampler, state: DecodeState) -> Acceptance:

@@ -21,6 +21,7 @@ _LEAST = 1e-6  # of a probability
 _BINS = 10
 # Before anything is known: the draft's own probability, and nothing else.
 _BELIEF = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
+FEATURES = len(_BELIEF)
 
 
 def features(
@@ -89,7 +90,7 @@ class AcceptanceModel:
 
     def predict(self, found: np.ndarray) -> np.ndarray:
         """Probabilities [...] of what `features` [..., 5] describe."""
-        return np.asarray(_sigmoid(found @ self.weights))
+        return logistic(found @ self.weights)
 
     def add(self, found: np.ndarray, accepted: np.ndarray) -> None:
         """Learn what became of the tokens of one place, whose predecessors had been accepted.
@@ -105,7 +106,7 @@ class AcceptanceModel:
         self._count += len(found)
         if self._count - self._fitted >= max(_EVERY, min(self._count, _KEEP) // 4):
             self._fitted = self._count
-            self._fit()
+            self.fit()
 
     @property
     def reliability(self) -> Reliability:
@@ -119,7 +120,7 @@ class AcceptanceModel:
         """Begin anew to compare; what was learned stays."""
         self._bins[:] = 0
 
-    def _fit(self) -> None:
+    def fit(self) -> None:
         """The weights under which what is known is likeliest, drawn towards the belief."""
         known = min(self._count, _KEEP)
         rows, outcomes = self._rows[:known], self._outcomes[:known]
@@ -127,7 +128,7 @@ class AcceptanceModel:
         # What varies much needs small weights to say the same: the pull is the same for all.
         pull = _PRIOR / 4 * np.maximum((rows**2).mean(0), 1e-3)
         for _ in range(_STEPS):
-            said = _sigmoid(rows @ weights)
+            said = logistic(rows @ weights)
             slope = rows.T @ (said - outcomes) + pull * (weights - _BELIEF)
             curve = (rows * (said * (1 - said))[:, None]).T @ rows + np.diag(pull)
             change = np.linalg.solve(curve, slope)
@@ -138,5 +139,6 @@ class AcceptanceModel:
             self.weights = weights
 
 
-def _sigmoid(x: np.ndarray) -> np.ndarray:
+def logistic(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x))."""
     return np.asarray(1 / (1 + np.exp(-np.clip(x, -40, 40))))

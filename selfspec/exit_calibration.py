@@ -1,7 +1,10 @@
 """A threshold for lossy early exit whose risk is bounded: run it on prompts, and test.
 
-The loss of a prompt is counted on texts that were generated with the threshold: what is kept unseen
-becomes the text that the rest goes on from, and a bound on anything else would not be one on that.
+How probable it is that an exit agrees with the whole model is learned from the first prompts, the
+threshold of that probability is tested on the others: a test on prompts that anything was learned
+from would not be one. The loss of a prompt is counted on texts that were generated with the
+threshold: what is kept unseen becomes the text that the rest goes on from, and a bound on anything
+else would not be one on that.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from torch import Tensor
 from transformers.utils.logging import tqdm
 
 from selfspec.config import SpecConfig
+from selfspec.drafters.exit_watch import ExitWatch
 from selfspec.drafters.lossy_exit import LossyExitDrafter
+from selfspec.metrics import SpecStats
 from selfspec.model import SpeculativeModel
 from selfspec.risk_control import Guarantee, RiskTest, choose_threshold, prompts_needed
 
@@ -25,7 +30,11 @@ if TYPE_CHECKING:
 
     from selfspec.networks.exit import ExitNetwork
 
-THRESHOLDS = (0.99, 0.97, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+THRESHOLDS = (
+    *(0.99, 0.97, 0.95, 0.925, 0.9, 0.875, 0.85, 0.825, 0.8, 0.775, 0.75, 0.725, 0.7),
+    *(0.65, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1),
+)
+_LEARN, _MOST = 4, 64  # a quarter of the prompts is learned from, and no more than so many
 
 Score = Callable[[Sequence[int], Sequence[int]], float]
 
@@ -35,37 +44,39 @@ class ExitCalibration:
     """What every threshold did on the prompts, and which one is certified.
 
     Attributes:
-        exit_layer: Layers before the exit.
+        exit_layers: Layers before each exit.
         num_layers: L.
         thresholds: Those that were run, falling.
-        losses: float64 [n, K], of n prompts at K thresholds, in 0..1.
+        losses: float64 [n, K], of n prompts at K thresholds, in 0..1; prompts that were learned
+            from are not among them.
         disagreement: float64 [n, K], share of tokens that are not the whole model's; the losses,
             unless there was a score.
         given: float64 [n, K], share of tokens that were kept unseen.
+        layers: float64 [n, K], layers that ran one after the other for a token, in the mean. Those
+            of a token kept unseen are the ones before its exit: its deep layers run together with
+            those of the next token that is not sure.
+        weights: By exit layer, of the probability that it agrees; None: its own probability.
         guarantee: The loosest threshold that was certified; None if none was.
         advice: What to do if none was; else empty.
         network: The trained exit, if there was one.
     """
 
-    exit_layer: int
+    exit_layers: tuple[int, ...]
     num_layers: int
     thresholds: tuple[float, ...]
     losses: np.ndarray
     disagreement: np.ndarray
     given: np.ndarray
+    layers: np.ndarray
+    weights: dict[int, list[float]] | None
     guarantee: Guarantee | None
     advice: str = ""
     network: ExitNetwork | None = None
 
     @property
     def layers_per_token(self) -> np.ndarray:
-        """float64 [K], layers that run one after the other for a token, in the mean.
-
-        Those of tokens kept unseen are the first ones: their deep layers run together with those
-        of the next token that is not sure.
-        """
-        share = self.given.mean(0)
-        return np.asarray(share * self.exit_layer + (1 - share) * self.num_layers)
+        """float64 [K], the mean of `layers` over prompts."""
+        return np.asarray(self.layers.mean(0))
 
     def drafter(self) -> LossyExitDrafter:
         """What keeps tokens at the certified threshold, to be passed to `wrap`.
@@ -79,10 +90,11 @@ class ExitCalibration:
         if self.guarantee is None:
             raise ValueError(f"no threshold is certified: {self.advice}")
         return LossyExitDrafter(
-            self.exit_layer,
+            self.exit_layers,
             self.guarantee.threshold,
             delta=self.guarantee.delta if self.losses is self.disagreement else None,
             network=self.network,
+            weights=self.weights,
         )
 
     def __str__(self) -> str:
@@ -111,7 +123,7 @@ class ExitCalibration:
 def calibrate_exit(
     model: PreTrainedModel,
     prompts: Iterable[Tensor | Sequence[int]],
-    exit_layer: int | None = None,
+    exit_layers: int | Sequence[int] | None = None,
     *,
     delta: float = 0.05,
     epsilon: float = 0.1,
@@ -120,6 +132,7 @@ def calibrate_exit(
     network: ExitNetwork | None = None,
     score: Score | None = None,
     max_new_tokens: int = 64,
+    learn: int | None = None,
     run_all: bool = False,
 ) -> ExitCalibration:
     """Find how sure an early layer has to be for its tokens to be kept unseen. LOSSY.
@@ -133,34 +146,48 @@ def calibrate_exit(
     Args:
         model: In evaluation mode.
         prompts: Token ids, drawn independently from what the model is to be used on; a hundred or
-            more (see `prompts_needed`).
-        exit_layer: Layers before the exit; None: what `network` was trained for.
+            more (see `prompts_needed`), in random order.
+        exit_layers: Layers before the exit, or before each of several; None: what `network` was
+            trained for.
         delta: See above.
         epsilon: See above.
-        thresholds: Of the exit's probability, falling; fixed before anything is measured.
+        thresholds: Of the probability that the whole model agrees, falling; fixed before anything
+            is measured.
         test: "hoeffding-bentkus", or "betting", which takes fewer prompts where losses vary little.
         network: A trained exit.
         score: Of a prompt and its answer, in 0..1, 1 is best; then the loss is 1 minus that, in
             place of tokens that differ.
         max_new_tokens: Of every answer.
+        learn: On how many prompts, the first ones, that probability is learned, from exact text;
+            None: a quarter of them, 64 at most; 0: it is the exit's own.
         run_all: Whether thresholds behind the first that fails are run, too, to be looked at.
 
     Raises:
-        ValueError: If there are no prompts, or numbers are out of range.
+        ValueError: If there are no prompts to be tested on, or numbers are out of range.
     """
     rows = [torch.as_tensor(prompt, dtype=torch.int64).view(1, -1) for prompt in prompts]
     if not rows:
         raise ValueError("prompts is empty: draw a hundred or more.")
-    columns: list[list[tuple[float, float, float]]] = []
+    if learn is None:
+        learn = min(len(rows) // _LEARN, _MOST)
+    if not 0 <= learn < len(rows):
+        raise ValueError(f"learn={learn}: there are {len(rows)} prompts; leave some to test on.")
+    weights = None
+    if learn:
+        weights = _learned(model, rows[:learn], exit_layers, network, max_new_tokens)
+    rows = rows[learn:]
+    columns: list[list[tuple[float, ...]]] = []
     found: Guarantee | None = None
     advice, num_layers = "", 0
     with tqdm(total=len(rows) * len(thresholds), unit="prompt", desc="lossy exits") as bar:
         for k, threshold in enumerate(thresholds):
-            drafter = LossyExitDrafter(exit_layer, threshold, delta=None, network=network)
+            drafter = LossyExitDrafter(
+                exit_layers, threshold, delta=None, network=network, weights=weights
+            )
             spec = SpeculativeModel(model, drafter, SpecConfig())
             num_layers = spec._target.architecture.num_layers
             columns.append([_answer(spec, ids, max_new_tokens, score, bar.update) for ids in rows])
-            losses = np.array([[loss for loss, _, _ in column] for column in columns]).T
+            losses = np.array([[loss for loss, *_ in column] for column in columns]).T
             certified = choose_threshold(losses, thresholds[: k + 1], delta, epsilon, test)
             if certified is not None and certified.threshold == threshold:
                 found = certified
@@ -168,31 +195,39 @@ def calibrate_exit(
                 advice = _advice(float(losses[:, k].mean()), threshold, delta, epsilon, len(rows))
                 if not run_all:
                     break
-    table = list(np.array(columns).transpose(2, 1, 0))  # three of [n, K]
-    layer = exit_layer if network is None else network.config.exit_layer
-    assert layer is not None
+    table = list(np.array(columns).transpose(2, 1, 0))  # four of [n, K]
     return ExitCalibration(
-        exit_layer=layer,
+        exit_layers=drafter.exit_layers,
         num_layers=num_layers,
         thresholds=tuple(thresholds[: len(columns)]),
         losses=table[1] if score is None else table[0],
         disagreement=table[1],
         given=table[2],
+        layers=table[3],
+        weights=weights,
         guarantee=found,
         advice=advice if found is None else "",
         network=network,
     )
 
 
-def _answer(
-    spec: SpeculativeModel,
-    ids: Tensor,
+def _learned(
+    model: PreTrainedModel,
+    rows: list[Tensor],
+    exit_layers: int | Sequence[int] | None,
+    network: ExitNetwork | None,
     max_new_tokens: int,
-    score: Score | None,
-    tick: Callable[[], object],
-) -> tuple[float, float, float]:
-    """Loss, disagreement and share of tokens kept unseen of one prompt."""
-    before = spec.stats.emitted, spec.stats.differing, spec.stats.given
+) -> dict[int, list[float]]:
+    """Weights by exit layer."""
+    watch = ExitWatch(exit_layers, network)
+    spec = SpeculativeModel(model, watch, SpecConfig())
+    for ids in tqdm(rows, unit="prompt", desc="exits that agree"):
+        _generate(spec, ids, max_new_tokens)
+    return watch.weights_found()
+
+
+def _generate(spec: SpeculativeModel, ids: Tensor, max_new_tokens: int) -> list[int]:
+    """New tokens of a greedy answer."""
     here = ids.to(spec.device)
     out = spec.generate(
         here,
@@ -201,16 +236,26 @@ def _answer(
         do_sample=False,
         return_dict_in_generate=False,
     )
-    stats = spec.stats
-    after = stats.emitted, stats.differing, stats.given
-    emitted, differing, given = (b - a for a, b in zip(before, after, strict=True))
-    disagreement = differing / max(emitted, 1)
-    loss = disagreement
-    if score is not None:
-        answer = out[0, ids.shape[1] :].tolist()
-        loss = 1 - float(score(ids[0].tolist(), answer))
+    answer: list[int] = out[0, ids.shape[1] :].tolist()
+    return answer
+
+
+def _answer(
+    spec: SpeculativeModel,
+    ids: Tensor,
+    max_new_tokens: int,
+    score: Score | None,
+    tick: Callable[[], object],
+) -> tuple[float, ...]:
+    """Loss, disagreement, share of tokens kept unseen and layers a token of one prompt."""
+    spec.stats = SpecStats()
+    answer = _generate(spec, ids, max_new_tokens)
+    stats, emitted = spec.stats, max(spec.stats.emitted, 1)
+    loss = stats.disagreement if score is None else 1 - float(score(ids[0].tolist(), answer))
     tick()
-    return loss, disagreement, given / max(emitted, 1)
+    whole = emitted - stats.given
+    layers = (whole * spec._target.architecture.num_layers + stats.given_layers) / emitted
+    return loss, stats.disagreement, stats.given / emitted, layers
 
 
 def _advice(mean: float, threshold: float, delta: float, epsilon: float, prompts: int) -> str:
@@ -222,5 +267,5 @@ def _advice(mean: float, threshold: float, delta: float, epsilon: float, prompts
         )
     return (
         f"at {threshold} the mean loss is {mean:.4f} on {prompts} prompts, and about "
-        f"{max(needed, prompts + 1)} would certify that."
+        f"{max(needed, prompts + 1)} would certify that (those that are learned from not counted)."
     )

@@ -25,6 +25,7 @@ class SpecStats:
         accepted: Draft tokens kept.
         plain_tokens: Tokens of steps without a draft.
         given: LOSSY: tokens that were kept without asking the whole model.
+        given_layers: Sum of the layers that each of them was drafted after.
         differing: Those of them of which the whole model says something else, after the same text.
         drafted_by_depth: Row-steps whose draft reached depth d, having been accepted up to d - 1.
         accepted_by_depth: Row-steps accepted at depth d.
@@ -48,6 +49,7 @@ class SpecStats:
     forwards: int = 0
     plain_forwards: int = 0
     given: int = 0
+    given_layers: int = 0
     differing: int = 0
     plain_seconds: float = 0.0
     drafted_by_depth: Counter[int] = field(default_factory=Counter)
@@ -121,6 +123,7 @@ class SpecStats:
             return
         self.forwards += 1
         self.given += sum(step.num_given)
+        self.given_layers += sum(step.given_layers)
         self.differing += sum(step.num_differing)
         if not any(step.num_drafted):
             self.plain_forwards += 1
@@ -209,7 +212,8 @@ class SpecStats:
         ]
         if self.given:
             unseen = f"LOSSY: {100 * self.given / self.emitted:.0f} % of tokens kept unseen"
-            parts.append(f"{unseen}, {100 * self.disagreement:.1f} % differ")
+            after = f"after {self.given_layers / self.given:.1f} layers in the mean"
+            parts.append(f"{unseen} ({after}), {100 * self.disagreement:.1f} % differ")
         return " · ".join([*parts, *([left] if left else [])])
 
 

@@ -49,7 +49,8 @@ class Acceptance:
         in_place: Whether the cache has the accepted nodes where they belong.
         differs: LOSSY: bool [B, N - 1], which of the nodes 1.. were kept though the target says
             something else. None where nothing is kept unseen.
-        given: int32 [B], how many were kept unseen; None likewise.
+        given: int32 [B, N - 1], after how many layers each of them was kept unseen, 0 if it was
+            not; None likewise.
     """
 
     path: Tensor

@@ -32,6 +32,7 @@ class Step:
         scores: Processed float32 scores [V] of every new token, if they are to be returned.
         logits: The target's float32 logits [V] of every new token, likewise.
         num_given: LOSSY: tokens that were kept unseen; empty if the request is exact.
+        given_layers: Sum of the layers that each of those was drafted after, likewise.
         num_differing: Those of them of which the target says something else.
     """
 
@@ -47,6 +48,7 @@ class Step:
     scores: list[list[Tensor]] | None = None
     logits: list[list[Tensor]] | None = None
     num_given: list[int] = field(default_factory=list)
+    given_layers: list[int] = field(default_factory=list)
     num_differing: list[int] = field(default_factory=list)
 
 
@@ -84,7 +86,7 @@ def emit(
             scores.append(list(acceptance.scores[b, at].unbind(0)))
         if logits is not None:
             logits.append(list(output.logits[b, at].float().unbind(0)))
-    given, differing = _unseen(acceptance, tokens)
+    given, layers, differing = _unseen(acceptance, tokens)
     return Step(
         tokens,
         drafted,
@@ -96,18 +98,22 @@ def emit(
         scores=scores,
         logits=logits,
         num_given=given,
+        given_layers=layers,
         num_differing=differing,
     )
 
 
-def _unseen(acceptance: Acceptance, tokens: list[list[int]]) -> tuple[list[int], list[int]]:
-    """Of the new tokens, how many were kept unseen and how many of those differ; lossy only."""
+def _unseen(
+    acceptance: Acceptance, tokens: list[list[int]]
+) -> tuple[list[int], list[int], list[int]]:
+    """Of the new tokens, how many were kept unseen, the layers of those, and how many differ."""
     if acceptance.given is None or acceptance.differs is None:
-        return [], []
-    counts = list(zip(acceptance.given.tolist(), map(len, tokens), strict=True))
-    given = [min(pair) for pair in counts]
-    differs = acceptance.differs.tolist()
-    return given, [sum(row[:count]) for row, count in zip(differs, given, strict=True)]
+        return [], [], []
+    counts = list(map(len, tokens))
+    layers = [row[:n] for row, n in zip(acceptance.given.tolist(), counts, strict=True)]
+    differs = [row[:n] for row, n in zip(acceptance.differs.tolist(), counts, strict=True)]
+    given = [sum(layer > 0 for layer in row) for row in layers]
+    return given, list(map(sum, layers)), list(map(sum, differs))
 
 
 def _rows(tree: TokenTree, acceptance: Acceptance) -> list[list[int]]:

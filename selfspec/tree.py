@@ -47,9 +47,9 @@ class TokenTree:
         log_q: float32 [B, N, V] or None. Row n is the log distribution that the children of node n
             were drawn from. None for deterministic drafts (n-gram, argmax, top-k).
         resume: Layers that drafting has run already, or None.
-        given: int32 [B] or None. LOSSY: in requests that are plainly greedy, nodes 1..given[b], a
-            chain, are kept whatever the target says of them. Only of drafters that say of
-            themselves that they are lossy.
+        given: int32 [B, N] or None. LOSSY: in requests that are plainly greedy, nodes with more
+            than 0 are kept whatever the target says of them: the first of a chain, each drafted
+            after so many layers. Only of drafters that say of themselves that they are lossy.
     """
 
     tokens: Tensor

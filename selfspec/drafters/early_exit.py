@@ -140,16 +140,12 @@ class EarlyExitDrafter(Pretrained):
             return TokenTree.root_only(state.root)
         plan = LayerPlan(last=exit_layer)
         tokens = min(budget, self.max_draft_tokens)
-        readout = None
-        if self._running is not None:
-            if self._context is not None:
-                self._context.catch_up(state)
-            readout = ExitReadout(self._running, self._context)
+        readout = self._exit_readout(state)
         confidence = self.confidence
         if confidence is None and self.do_sample and draws(state):
             confidence = DRAWN_CONFIDENCE
         part = part_of(exit_layer, self.network is not None)
-        self._growth = self._decides(state, part, confidence)
+        self._growth = growth_of(state, part, confidence)
         return draft_chain(
             state,
             plan,
@@ -162,9 +158,13 @@ class EarlyExitDrafter(Pretrained):
             readout,
         )
 
-    def _decides(self, state: DecodeState, part: str, confidence: float | None) -> Growth:
-        """What says how far a draft goes."""
-        return growth_of(state, part, confidence)
+    def _exit_readout(self, state: DecodeState) -> ExitReadout | None:
+        """The trained exit over all that is committed; None without one."""
+        if self._running is None:
+            return None
+        if self._context is not None:
+            self._context.catch_up(state)
+        return ExitReadout(self._running, self._context)
 
     def _chosen(self, state: DecodeState) -> int | None:
         """The exit to draft with, or None if that is not to be done."""

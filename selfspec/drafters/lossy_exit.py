@@ -9,18 +9,21 @@ counted: that is the disagreement in the statistics, and what the drift monitor 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from selfspec.acceptance_model import FEATURES, features, logistic
 from selfspec.drafters.early_exit import EarlyExitDrafter
-from selfspec.drafters.growth import Growth
+from selfspec.drafters.exit_cascade import draft_cascade
 from selfspec.drafters.options import check_int, check_probability
 from selfspec.drift import DriftMonitor
 
 if TYPE_CHECKING:
+    from selfspec.architectures import Architecture
     from selfspec.drafters.candidates import Candidates
     from selfspec.networks.exit import ExitNetwork
     from selfspec.state import Acceptance, DecodeState, TargetOutput
@@ -39,19 +42,24 @@ class LossyExitDrafter(EarlyExitDrafter):
     are verified, and the text is exact.
 
     Args:
-        exit_layer: How many layers run before the exit, a count; None: what `network` was trained
-            for.
-        threshold: Least probability, by the exit, of a token that is kept. `calibrate_exit` finds
-            one with a guarantee.
+        exit_layers: How many layers run before an exit, a count, or several, rising: a token goes
+            on to the next exit where the one before is not sure enough. None: what `network` was
+            trained for.
+        threshold: Least probability of a token that is kept. `calibrate_exit` finds one with a
+            guarantee.
         max_exits: Most tokens in a row that are kept unseen.
         delta: Share of tokens that may differ. Where live text has more of them, the threshold is
             raised, and after three such alarms the text is exact; both are logged. None: nobody
             watches.
-        network: A trained exit.
+        network: A trained exit, for one exit layer.
+        weights: By exit layer, what makes the probability that the whole model agrees: weights of
+            `selfspec.acceptance_model.features`, as `calibrate_exit` fits them. None: the exit's
+            own probability, which means something else at every exit.
 
     Raises:
         TypeError: If an option is of another type.
-        ValueError: If a number is out of range, or neither exit nor network is given.
+        ValueError: If a number is out of range, exits do not rise or are not those of `weights`, or
+            neither exits nor a network are given.
     """
 
     is_lossy = True
@@ -59,11 +67,12 @@ class LossyExitDrafter(EarlyExitDrafter):
 
     def __init__(
         self,
-        exit_layer: int | None = None,
+        exit_layers: int | Sequence[int] | None = None,
         threshold: float = 0.95,
         max_exits: int = 8,
         delta: float | None = 0.05,
         network: ExitNetwork | None = None,
+        weights: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         check_int("max_exits", max_exits, 1)
         check_probability("threshold", threshold)
@@ -71,25 +80,57 @@ class LossyExitDrafter(EarlyExitDrafter):
             check_probability("delta", delta)
         if delta is not None and not 0 < delta < 1:
             raise ValueError(f"delta={delta} must be more than 0 and less than 1.")
-        if exit_layer is None and network is None:
-            raise ValueError("exit_layer is missing: name a layer, or pass a trained network.")
-        super().__init__(exit_layer, max_exits, 0.0, branches=1, network=network)
+        exits = _checked(exit_layers)
+        # Where the text has become exact, drafts are by the one exit, or by the best of all.
+        single = exits[0] if len(exits) == 1 else None
+        if len(exits) > 1 and network is not None:
+            raise ValueError(f"exit_layers={exits}: a trained exit is for one of them.")
+        super().__init__(single, max_exits, branches=1, network=network)
+        self.exit_layers = exits or ((self.exit_layer,) if self.exit_layer is not None else ())
+        if not self.exit_layers:
+            raise ValueError("exit_layers is missing: name layers, or pass a trained network.")
         self.threshold = threshold
         self.delta = delta
+        self.weights = None if weights is None else _fitting(weights, self.exit_layers)
+
+    def bind(self, architecture: Architecture) -> None:
+        """Check against a model.
+
+        Raises:
+            ValueError: If the model has fewer layers, or cannot go on from an exit.
+        """
+        super().bind(architecture)
+        count, deepest = architecture.num_layers, self.exit_layers[-1]
+        if deepest > count:
+            raise ValueError(
+                f"exit_layers={list(self.exit_layers)} is out of range: the model has {count} "
+                f"layers, choose 1..{count}."
+            )
+        if len(self.exit_layers) > 1 and not architecture.resumable:
+            raise ValueError(
+                f"exit_layers={list(self.exit_layers)}: this model's layers cannot be resumed, "
+                "which several exits ask for; name one."
+            )
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """A chain, and how much of it is to be kept."""
-        tree = super().draft(state, budget)
-        growth = self._growth
-        return replace(tree, given=growth.given) if isinstance(growth, _SureGrowth) else tree
-
-    def _decides(self, state: DecodeState, part: str, confidence: float | None) -> Growth:
-        monitor = self._monitor(state)
-        alarms = 0 if monitor is None else monitor.alarms
+        alarms = self._alarms(state)
         if alarms >= _EXACT:
-            return super()._decides(state, part, None)
-        # Half as far from certain after every alarm.
-        return _SureGrowth(state, 1 - (1 - self.threshold) / 2**alarms)
+            return super().draft(state, budget)
+        least = self._least(alarms)
+
+        def judge(exit_layer: int, found: Candidates) -> Tensor:
+            return torch.from_numpy(self.probability(exit_layer, found) >= least)
+
+        tokens = min(budget, self.max_draft_tokens)
+        return draft_cascade(state, self.exit_layers, tokens, judge, self._exit_readout(state))
+
+    def probability(self, exit_layer: int, found: Candidates) -> np.ndarray:
+        """That the whole model agrees with the likeliest token of an exit, float64 [B]."""
+        described = describe(found)
+        if self.weights is None:
+            return described[:, 0]
+        return logistic(judged_by(described) @ self.weights[exit_layer])
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Watch what the whole model says of tokens that were kept."""
@@ -98,11 +139,22 @@ class LossyExitDrafter(EarlyExitDrafter):
         if acceptance.differs is None or acceptance.given is None or monitor is None:
             return
         rows = [b for b in range(state.batch) if not state.frozen[b]]
-        counts = torch.stack([acceptance.differs.sum(1), acceptance.given.long()]).tolist()
+        counts = torch.stack([acceptance.differs.sum(1), (acceptance.given > 0).sum(1)]).tolist()
         differing, given = (sum(counts[i][b] for b in rows) for i in (0, 1))
         # One token more a row, which the whole model chose itself.
         if monitor.add(differing, given + len(rows)):
             self._warn(state, monitor)
+
+    def _learns(self, state: DecodeState) -> bool:
+        return self._alarms(state) >= _EXACT and super()._learns(state)
+
+    def _alarms(self, state: DecodeState) -> int:
+        monitor = self._monitor(state)
+        return 0 if monitor is None else monitor.alarms
+
+    def _least(self, alarms: int) -> float:
+        """Half as far from certain after every alarm."""
+        return 1 - (1 - self.threshold) / 2**alarms
 
     def _monitor(self, state: DecodeState) -> DriftMonitor | None:
         if self.delta is None:
@@ -117,7 +169,7 @@ class LossyExitDrafter(EarlyExitDrafter):
         what = (
             "from here on the text is exact"
             if alarms >= _EXACT
-            else f"the threshold is {1 - (1 - self.threshold) / 2**alarms:.4f} from here on"
+            else f"the threshold is {self._least(alarms):.4f} from here on"
         )
         note = (
             f"more than {100 * monitor.delta:.0f} % of the tokens that an early exit gives differ "
@@ -127,26 +179,37 @@ class LossyExitDrafter(EarlyExitDrafter):
         logger.warning("selfspec: %s.", note)
 
 
-class _SureGrowth(Growth):
-    """Goes on while every token by itself is probable enough, and counts those that are.
+def describe(found: Candidates) -> np.ndarray:
+    """Probability, second probability and entropy, float64 [B, 3], in one copy from the device."""
+    assert found.probable is not None
+    assert found.second is not None
+    assert found.entropy is not None
+    columns = [found.probable[:, 0], found.second, found.entropy]
+    return np.asarray(torch.stack(columns, dim=1).double().cpu().numpy())
 
-    Attributes:
-        given: int32 [B].
-    """
 
-    def __init__(self, state: DecodeState, threshold: float) -> None:
-        super().__init__(state, threshold)
-        self._sure = torch.ones(state.batch, dtype=torch.bool, device=state.root.device)
-        self.given = torch.zeros(state.batch, dtype=torch.int32, device=state.root.device)
+def judged_by(described: np.ndarray) -> np.ndarray:
+    """Features [B, 5] of what was described; a token is not judged by its depth in a draft."""
+    probable, second, entropy = described.T
+    return features(probable[:, None], second, entropy, 1)[:, 0]
 
-    @property
-    def asks(self) -> bool:
-        """Always."""
-        return True
 
-    def after(self, found: Candidates, growing: Tensor) -> Tensor:
-        """See `Growth.after`."""
-        assert found.probable is not None
-        self._sure = self._sure & (found.probable[:, 0] >= self._least)
-        self.given = self.given + self._sure.int()
-        return growing & self._sure
+def _checked(exit_layers: int | Sequence[int] | None) -> tuple[int, ...]:
+    if exit_layers is None:
+        return ()
+    given = [exit_layers] if isinstance(exit_layers, int) else list(exit_layers)
+    for exit_layer in given:
+        check_int("exit_layers", exit_layer, 1)
+    if not given or given != sorted(set(given)):
+        raise ValueError(f"exit_layers={exit_layers} must be one layer or several, rising.")
+    return tuple(given)
+
+
+def _fitting(weights: Mapping[int, Sequence[float]], exits: Sequence[int]) -> dict[int, np.ndarray]:
+    found = {layer: np.asarray(row, float) for layer, row in weights.items()}
+    if set(found) != set(exits) or any(row.shape != (FEATURES,) for row in found.values()):
+        raise ValueError(
+            f"weights has {sorted(found)}; it must have {FEATURES} numbers for each of the exits "
+            f"{list(exits)}."
+        )
+    return found

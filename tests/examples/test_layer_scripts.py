@@ -44,14 +44,14 @@ def test_from_a_model_to_figures(tmp_path: Path, capsys: Any) -> None:
         rows = training[name]["agreement by exit layer"]
         assert list(rows) == ["1", "2", "3", "4", "5", "6"]
         assert rows["6"] == 1.0
-    sizes = "--count 12 --tokens 20 --learn 4 --exits 1 3 --lengths 1 2 --lossy-exit 3 --threads 1"
+    sizes = "--count 12 --tokens 20 --learn 4 --exits 1 3 --lengths 1 2 --lossy-exits 1 3 --threads 1"
     benchmark_layers.main(f"--model {run / 'model'} --output {layers} {sizes}".split())
     found = json.loads(layers.read_text())
     assert found["pays"]["layer-skip"]["identical texts"] == 12
     assert found["exits"]["identical texts"] == found["exits"]["of"] == 8 * 6
     assert 0 <= found["calibration"]["expected calibration error"] <= 1
     assert found["lossy"]["splits"] == 200
-    assert len(found["lossy"]["thresholds"]) == 13
+    assert len(found["lossy"]["thresholds"]) == 20
     paths = f"--training {tmp_path / 'training.json'} --layers {layers} --out {tmp_path / 'plots'}"
     plot_layers.main(paths.split())
     drawn = sorted(path.name for path in (tmp_path / "plots").iterdir())
