@@ -44,7 +44,8 @@ def test_from_a_model_to_figures(tmp_path: Path, capsys: Any) -> None:
         rows = training[name]["agreement by exit layer"]
         assert list(rows) == ["1", "2", "3", "4", "5", "6"]
         assert rows["6"] == 1.0
-    sizes = "--count 12 --tokens 20 --learn 4 --exits 1 3 --lengths 1 2 --lossy-exits 1 3 --threads 1"
+    sizes = "--count 12 --tokens 20 --learn 4 --exits 1 3 --lengths 1 2 --threads 1"
+    sizes += " --lossy-exits 1 3"
     benchmark_layers.main(f"--model {run / 'model'} --output {layers} {sizes}".split())
     found = json.loads(layers.read_text())
     assert found["pays"]["layer-skip"]["identical texts"] == 12
