@@ -54,8 +54,8 @@ class SpecConfig(Options):
             hold. False: as much as would pay on assumed hardware. Drafts that are drawn always do
             that, so that a seed gives the same text again.
         off_switch: Stop drafting while measured time says that it does not pay. None: on for
-            `drafter="auto"`, "early-exit" and "layer-skip" if `adaptive` and, of these two, exit or
-            skip set are not given; off for other drafters that were asked for.
+            `drafter="auto"`, "early-exit" and "layer-skip" if `adaptive`; off for other drafters
+            that were asked for.
         cuda_graphs: "auto": on a CUDA device, verify, accept and commit are captured as one graph
             per size of tree and replayed, where the model allows it. The cache they work on is
             then kept between calls. False: never. True: as "auto", but a model that does not

@@ -36,7 +36,7 @@ _LEAST = 0.005  # of any price: noise may say that something costs nothing
 _NEW = 0.03  # how much one more level counts for
 # Drafts of sizes that are tried at first, each twice, so that the curve is known where it bends.
 _TRIED = (0, 1, 3, 7, 15)
-_AGAIN = 16  # one step in so many tries half or twice the best size, one no in so many is a yes
+AGAIN = 16  # one step in so many tries half or twice the best size, one no in so many is a yes
 _FAR = 12  # nodes ahead that a price looks: one step up in the curve may be worth it
 _STEPS_ENOUGH = 8  # of one way of drafting, to know how fast it is
 # The machine has changed if so many steps took, in the median, so much more or less than others of
@@ -273,7 +273,7 @@ class StepCosts:
         self._sizes[batch] = size + 0.1 * (first + count - size)
         return count
 
-    def looks_again(self, batch: int, what: str, every: int = _AGAIN) -> bool:
+    def looks_again(self, batch: int, what: str, every: int = AGAIN) -> bool:
         """Whether what does not pay is done all the same, to see whether it still does not.
 
         Args:
@@ -302,10 +302,10 @@ class StepCosts:
         done = self._done(batch)
         if not self.is_settled(batch):
             return _TRIED[-1 - done % len(_TRIED)]
-        if done % _AGAIN:
+        if done % AGAIN:
             return None
         usual = self._sizes.get(batch, 4.0)
-        return round(2 * usual + 1 if done // _AGAIN % 2 else usual / 2)
+        return round(2 * usual + 1 if done // AGAIN % 2 else usual / 2)
 
 
 class _Rate:

@@ -60,9 +60,11 @@ def test_what_levels_were_worth_is_what_they_are_thought_worth() -> None:
         outlook.goes_on(torch.tensor([0.1, 0.5]))
     assert costs.worth_of_mass("d") == pytest.approx(0.2, abs=0.01)
     assert costs.worth_of_mass("another") == 0.5
-    # One no in sixteen is a yes, so that what has changed is seen.
-    yes = [Outlook(state(costs), "d").goes_on(some) for _ in range(64)]
-    assert yes.count(True) == 4
+    # Now and then a no is a yes, so that what has changed is seen: the dearer, the more seldom.
+    for price, often in ((0.11, 22), (0.5, 100)):
+        costs.level_price = lambda batch, drafter, price=price: price  # type: ignore[misc]
+        yes = [Outlook(state(costs), "d").goes_on(some) for _ in range(5 * often)]
+        assert yes.count(True) == 5
     costs.level_price = lambda batch, drafter: 0.09  # type: ignore[method-assign]
     assert all(Outlook(state(costs), "d").goes_on(some) for _ in range(16))
 
@@ -123,6 +125,25 @@ def test_leaves_and_chains_that_do_not_pay_are_left_out() -> None:
     assert fixed.goes_on(torch.tensor([True, False]))
     assert not fixed.goes_on(torch.tensor([False, False]))
     assert fixed.leaves() is None
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "goes_on"), [(0.1, 0.1, True), (0.1, 0.6, False), (0.6, 0.1, True)]
+)
+def test_a_node_of_a_chain_costs_what_it_does_at_its_place(
+    second: float, third: float, goes_on: bool
+) -> None:
+    """The first draft token may be dear, the next ones for nothing, or the other way round."""
+    costs = priced(0.3, 0.1)
+    prices = np.cumsum([0.0, second, *[third] * 20])
+    costs.verify_prices = lambda batch, most: prices[: most + 1]  # type: ignore[method-assign]
+    growth = MeasuredGrowth(state(costs), "a part")
+    one = Candidates(
+        *(torch.tensor([[x]]) for x in (7, 0.5)), *(torch.tensor([x]) for x in (0.1, 1.0))
+    )
+    growing = growth.after(one, torch.tensor([True]))
+    assert growing.tolist() == [goes_on]
+    assert growth._worth == pytest.approx(max(0.5 - second, 0), abs=0.05)
 
 
 DRAFTERS = {

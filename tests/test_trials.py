@@ -20,6 +20,7 @@ from selfspec.side_work import SideWork
 from selfspec.skip_set import SkipSet
 from selfspec.target import Target
 from tests.families import tiny
+from tests.networks import random_exit
 from tests.silent import silent
 from tests.steps import step
 
@@ -304,3 +305,8 @@ def test_what_is_estimated_is_held_to_measured_time(drafter: str, switch: bool) 
     assert ("off switch on" in repr(spec)) == switch
     assert "off switch off" in repr(selfspec.wrap(tiny.build("llama"), drafter, off_switch=False))
     assert "off switch off" in repr(selfspec.wrap(tiny.build("llama"), drafter, adaptive=False))
+
+
+def test_a_trained_exit_by_name_is_held_to_measured_time_too() -> None:
+    drafts = {"exit": random_exit(64, 64, 2, attends=False)}
+    assert "off switch on" in repr(selfspec.wrap(tiny.build("llama"), "early-exit", drafts=drafts))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from selfspec.drafters.candidates import Candidates
     from selfspec.state import DecodeState
 
+_FAR = 16  # nodes whose prices are told apart
 # Of chains that are drawn: what is measured would make a seed's text another one every time.
 DRAWN_CONFIDENCE = 0.5
 
@@ -82,6 +83,7 @@ class MeasuredGrowth(Growth):
     def __init__(self, state: DecodeState, part: str) -> None:
         super().__init__(state, state.costs.node_price(state.batch))
         self._costs, self._batch = state.costs, state.batch
+        self._nodes = np.diff(state.costs.verify_prices(state.batch, _FAR))  # of every next one
         self._outlook = Outlook(state, part)
         state.costs.drafting_with(part)
         self._chain = np.ones(state.batch)  # probability of every row's
@@ -117,8 +119,14 @@ class MeasuredGrowth(Growth):
         each = self._chain[:, None] * self._model.predict(described)
         self._each.append(each)
         self._chain = each[:, 0]
-        goes_on = (was_growing > 0) & (self._chain >= self._least)
-        self._worth = float(np.maximum(each - self._least, 0).sum())
+        # A chain alone has as many nodes as it is long, and each its own price; beside leaves, of
+        # which as many are verified as pay, a node costs what one more costs the whole tree.
+        this = following = self._least
+        if k == 1:
+            depth = min(len(self._each), _FAR - 1)
+            this, following = self._nodes[depth - 1 : depth + 1]
+        goes_on = (was_growing > 0) & (self._chain >= following)
+        self._worth = float(np.maximum(each - this, 0).sum())
         self._mass = float((self._chain * goes_on).sum())
         return torch.from_numpy(goes_on).to(growing.device)
 

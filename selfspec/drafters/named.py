@@ -34,7 +34,7 @@ _KINDS = {
     "layer-skip": "skip_set",
 }
 _NEEDED = {"heads", "feature"}
-_SEARCHING = {"early-exit", "layer-skip"}
+_BY_LAYERS = {"early-exit", "layer-skip"}
 _AUTO = ("feature", "heads")  # kinds, the best first
 
 Drafts = Mapping[str, Any]
@@ -119,9 +119,8 @@ def resolve(
     if isinstance(drafter, str):
         if drafter in ("auto", "none"):
             return _best_of(drafts if drafter == "auto" else {}), drafter == "auto"
-        # What it drafts with it has to find out, by estimates: measured time has the last word.
-        searches = drafter in _SEARCHING and _KINDS[drafter] not in drafts
-        return _named(drafter, drafts), searches
+        # Drafts by layers cost much of what they give: measured time has the last word.
+        return _named(drafter, drafts), drafter in _BY_LAYERS
     if isinstance(drafter, Sequence):
         if "none" in drafter:
             raise ValueError("drafter='none' cannot be part of a list.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from math import ceil
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from selfspec.costs import ASSUMED
+from selfspec.costs import AGAIN, ASSUMED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +27,11 @@ class Outlook:
         name: Of the drafter, under which its draft steps are known.
         least: Tokens a row that a draft step has to be worth, by what levels are assumed to be
             worth. None: what is decoded in the time of one, and what they were worth, as measured;
-            now and then a step is made that does not pay, to see whether that has changed.
+            now and then a step is made that does not pay, to see whether that has changed: the more
+        it costs, the less often.
     """
+
+    _looking = 0.005  # tokens a draft that are spent on that at most
 
     def __init__(self, state: DecodeState, name: str, least: float | None = None) -> None:
         self._name = name
@@ -59,4 +63,5 @@ class Outlook:
             return float(mass * ASSUMED.worth_of_mass(self._name)) >= self._least
         if mass * costs.worth_of_mass(self._name) >= self._least:
             return True
-        return mass > 0 and costs.looks_again(self._batch, self._name)
+        every = max(AGAIN, ceil(self._least / self._looking))
+        return mass > 0 and costs.looks_again(self._batch, self._name, every)
