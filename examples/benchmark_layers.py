@@ -38,7 +38,9 @@ def prompts_of(args: Any, tokenizer: Any) -> list[torch.Tensor]:
     """Token ids [1, T] of every prompt."""
     if args.prompts is not None:
         rows = encoded(tokenizer, chosen(args.prompts, args.per_task))
-        return [inputs["input_ids"] for _, inputs in rows]
+        # Task by task in turns, so that what is learned from the first ones is of all of them.
+        turns = [row for k in range(args.per_task) for row in rows[k :: args.per_task]]
+        return [inputs["input_ids"] for _, inputs in turns]
     pieces = windows(tokenizer, sources(held_out=True))
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(1))
     return [pieces[i : i + 1, :_CODE_PROMPT] for i in order[: args.count].tolist()]
@@ -104,10 +106,9 @@ def exits(model: Any, prompts: list[torch.Tensor], args: Any) -> dict[str, Any]:
         for d in args.lengths
     }
     options = {"max_draft_tokens": max(args.lengths), "network": network}
-    specs["itself"] = selfspec.wrap(model, selfspec.EarlyExitDrafter(branches=1, **options))
-    specs["itself, with branches"] = selfspec.wrap(
-        model, selfspec.EarlyExitDrafter(branches=4, **options)
-    )
+    for name, branches in (("itself", 1), ("itself, with branches", 8)):
+        drafter = selfspec.EarlyExitDrafter(branches=branches, **options)
+        specs[name] = selfspec.wrap(model, drafter, off_switch=True)
     for spec in specs.values():  # what it learns, it learns beforehand
         selfspec.calibrate(spec, [ids[0] for ids in prompts[: args.learn]], max_new_tokens=64)
         spec.stats = selfspec.SpecStats()

@@ -251,6 +251,17 @@ def test_wrong_options(options: dict[str, Any], error: Any, message: str) -> Non
         selfspec.wrap(tiny.build("llama"), LossyExitDrafter(**options))
 
 
+def test_several_exits_need_layers_that_can_be_resumed() -> None:
+    model = tiny.build("gemma3n_text")
+    with pytest.raises(
+        ValueError, match=r"exit_layers=\[1, 2\]: this model's layers cannot be res"
+    ):
+        selfspec.wrap(model, LossyExitDrafter((1, 2)))
+    spec = selfspec.wrap(model, LossyExitDrafter(2, 0.3, delta=None))
+    spec.generate(**tiny.prompts(1), **GREEDY)
+    assert spec.stats.given > 0
+
+
 # ---------------------------------------------------------------------------- drift
 
 
