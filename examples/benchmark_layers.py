@@ -26,11 +26,13 @@ import demo_model
 import selfspec
 from benchmark_drafts import chosen, encoded
 from benchmark_spine import machine, no_end_of_sequence
+from selfspec.exit_calibration import THRESHOLDS
 from selfspec.risk_control import choose_threshold
 from small_code_model import sources, windows
 
 _CODE_PROMPT = 48  # tokens
 _SPLITS = 200
+_LOWEST = 0.5  # threshold that is looked at
 _OVERHEAD = "share of step time while searching"
 
 
@@ -176,6 +178,7 @@ def lossy(model: Any, prompts: list[torch.Tensor], args: Any) -> dict[str, Any]:
         delta=args.delta,
         epsilon=args.epsilon,
         test=args.test,
+        thresholds=[threshold for threshold in THRESHOLDS if threshold >= _LOWEST],
         max_new_tokens=args.tokens,
         run_all=True,
     )
