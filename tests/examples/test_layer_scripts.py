@@ -52,7 +52,7 @@ def test_from_a_model_to_figures(tmp_path: Path, capsys: Any) -> None:
     assert found["exits"]["identical texts"] == found["exits"]["of"] == 8 * 6
     assert 0 <= found["calibration"]["expected calibration error"] <= 1
     assert found["lossy"]["splits"] == 200
-    assert len(found["lossy"]["thresholds"]) == 20
+    assert len(found["lossy"]["thresholds"]) == 16
     paths = f"--training {tmp_path / 'training.json'} --layers {layers} --out {tmp_path / 'plots'}"
     plot_layers.main(paths.split())
     drawn = sorted(path.name for path in (tmp_path / "plots").iterdir())
