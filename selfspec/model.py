@@ -23,6 +23,7 @@ from selfspec.drafters import CombinedDrafter, Drafter
 from selfspec.drafters.named import label, networks_for, resolve
 from selfspec.facade import Facade
 from selfspec.generation_options import other_loop
+from selfspec.kill_switch import why_off
 from selfspec.metrics import SpecStats
 from selfspec.noise import Generators, Source, check_generator
 from selfspec.patch import compiled_parts
@@ -98,7 +99,7 @@ class SpeculativeModel(Facade):
     Attributes:
         model: The very object that was wrapped.
         stats: Counters over all requests, a `SpecStats`.
-        enabled: The switch: False leaves every call to transformers' own loop.
+        enabled: The switch: False, or SELFSPEC_DISABLE=1, leaves all to transformers' own loop.
         options: The `SpecConfig`.
         costs: What was measured and learned over all requests; `costs.notes` says it in words.
     """
@@ -268,7 +269,7 @@ class SpeculativeModel(Facade):
         if getattr(self._drafter, "is_lossy", False):
             lossy += " · LOSSY: tokens of the exit are kept unseen"
         switch = "off switch on" if self._off_switch else "off switch off"
-        enabled = "" if self.enabled else "NOT ENABLED · "
+        enabled = "" if why_off(self.enabled) is None else "NOT ENABLED · "
         return (
             f"selfspec: {enabled}{type(self.model).__name__} · drafts: {drafter}, up to "
             f"{self.options.max_draft_tokens} tokens, {switch} · verifies {kind}{why}{lossy}"
@@ -276,9 +277,8 @@ class SpeculativeModel(Facade):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SpeculativeModel:
-        model = copy.deepcopy(self.model, memo)
         return _restore(
-            model,
+            copy.deepcopy(self.model, memo),
             copy.deepcopy(self._drafter_argument, memo),
             self.options,
             self.enabled,
@@ -286,8 +286,8 @@ class SpeculativeModel(Facade):
         )
 
     def __reduce__(self) -> Any:
-        parts = self.model, self._drafter_argument, self.options, self.enabled, self._drafts or None
-        return _restore, parts
+        drafts = self._drafts or None
+        return _restore, (self.model, self._drafter_argument, self.options, self.enabled, drafts)
 
     # ------------------------------------------------------------------ decoding
 
@@ -315,11 +315,11 @@ class SpeculativeModel(Facade):
         if not self._target.is_current:
             self._look()
             logger.info("the model has changed since it was wrapped: %s", self)
-        obstacle: str | None = "it is switched off"
-        if self.enabled:
-            obstacle = adapter_obstacle(self.model, self._decoder_model) or request.obstacle(
-                self._target.architecture, self._target.is_training
-            )
+        obstacle = (
+            why_off(self.enabled)
+            or adapter_obstacle(self.model, self._decoder_model)
+            or request.obstacle(self._target.architecture, self._target.is_training)
+        )
         if obstacle is not None:
             self._leave(obstacle)
             return base._sample(  # type: ignore[attr-defined]

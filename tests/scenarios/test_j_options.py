@@ -331,6 +331,26 @@ def test_j7_the_counters_say_when_nothing_is_drafted() -> None:
     assert (spec.stats.requests, spec.stats.fallbacks) == (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("value", "left"), [("1", 1), ("true", 1), ("on", 1), ("0", 0), ("False", 0), ("", 0)]
+)
+def test_j7_the_environment_switches_all_wrappers_off_and_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str, left: int
+) -> None:
+    prompt = tiny.prompts(1)
+    wrappers = [selfspec.wrap(small()), selfspec.wrap(small(), drafter="none")]
+    monkeypatch.setenv("SELFSPEC_DISABLE", value)
+    for spec in wrappers:
+        assert spec.generate(**prompt, max_new_tokens=NEW).tolist() == without(1, False)
+        assert (spec.stats.fallbacks, spec.stats.requests) == (left, 1 - left)
+        assert ("NOT ENABLED" in repr(spec)) is bool(left)
+        assert spec.enabled
+    assert (f"SELFSPEC_DISABLE={value} is set" in caplog.text) is bool(left)
+    monkeypatch.delenv("SELFSPEC_DISABLE")
+    wrappers[0].generate(**prompt, max_new_tokens=2)
+    assert wrappers[0].stats.requests == 2 - left
+
+
 # ------------------------------------------------------------------------ all together
 
 STOPS = {"stop_strings": ["a", "e", "th"], "tokenizer": cases.tokenizer(), "max_time": 60.0}
