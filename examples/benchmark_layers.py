@@ -256,8 +256,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     model, tokenizer = demo_model.load(args.model, dtype=getattr(torch, args.dtype))
     no_end_of_sequence(model)
-    args.drafts = demo_model.drafts(args.model) if args.trained else None
     prompts = prompts_of(args, tokenizer)
+    if "exits" in args.parts and args.learn >= len(prompts):
+        parser.error(f"--learn {args.learn} leaves no prompt to judge on")
+    args.drafts = demo_model.drafts(args.model) if args.trained else None
     result: dict[str, Any] = {}
     if args.output is not None and args.output.is_file():
         result = json.loads(args.output.read_text())

@@ -12,6 +12,7 @@ from transformers.utils.logging import tqdm
 
 from selfspec.acceptance_model import AcceptanceModel, Reliability
 from selfspec.metrics import SpecStats
+from selfspec.prompts import prompt_rows
 
 if TYPE_CHECKING:
     from selfspec.model import SpeculativeModel
@@ -74,14 +75,18 @@ def calibrate(
         **options: Of `generate`, as requests will have them; greedy if nothing is said.
 
     Raises:
-        ValueError: If there are not two prompts, or the wrapper does not adapt.
+        TypeError: If `spec` is no wrapper, or a prompt no token ids.
+        ValueError: If there are not two prompts, one is empty or has ids that the model does not
+            have, or the wrapper does not adapt.
 
     Example:
         >>> print(selfspec.calibrate(spec, [tokenizer(text)["input_ids"] for text in texts]))
     """
+    if not hasattr(spec, "options"):
+        raise TypeError(f"spec is a {type(spec).__name__}; pass what wrap returned.")
     if not spec.options.adaptive:
         raise ValueError("adaptive=False: this wrapper learns nothing; wrap the model without it.")
-    rows = [torch.as_tensor(prompt, dtype=torch.int64).view(1, -1) for prompt in prompts]
+    rows = prompt_rows(prompts, spec._target.architecture.vocabulary)
     if len(rows) < 2:
         raise ValueError(f"{len(rows)} prompts are too few: one half is learned, one is judged.")
     settings = {"do_sample": False, **options, "max_new_tokens": max_new_tokens}

@@ -9,6 +9,8 @@ alarm is at least the threshold of the alarm, in tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 _ALARM = 10_000.0
 
 
@@ -28,21 +30,20 @@ class DriftMonitor:
         self.delta, self.alarm = delta, alarm
         self.capital, self.alarms = 1.0, 0
 
-    def add(self, differing: int, tokens: int) -> bool:
+    def add(self, differs: Iterable[bool]) -> bool:
         """See what some tokens gave.
 
         Args:
-            differing: Of which the whole model says something else.
-            tokens: All of them.
+            differs: Of each whether the whole model says something else, in the order in which
+                they came: sorted ones would make alarms of their own.
 
         Returns:
             Whether this is an alarm; then counting starts anew.
         """
         stake = 1 / (1 - self.delta)  # what grows fastest where twice as many differ
         up, down = 1 + stake * (1 - self.delta), 1 - stake * self.delta
-        for at in range(tokens):
-            # Those that agree first: an alarm may come too late by a step, not too early.
-            self.capital = max(1.0, self.capital * (down if at < tokens - differing else up))
+        for one in differs:
+            self.capital = max(1.0, self.capital * (up if one else down))
         if self.capital < self.alarm:
             return False
         self.capital, self.alarms = 1.0, self.alarms + 1

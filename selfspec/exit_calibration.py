@@ -23,6 +23,8 @@ from selfspec.drafters.exit_watch import ExitWatch
 from selfspec.drafters.lossy_exit import LossyExitDrafter
 from selfspec.metrics import SpecStats
 from selfspec.model import SpeculativeModel
+from selfspec.options import check_int, check_probability
+from selfspec.prompts import prompt_rows
 from selfspec.risk_control import Guarantee, RiskTest, choose_threshold, prompts_needed
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ THRESHOLDS = (
     *(0.99, 0.97, 0.95, 0.925, 0.9, 0.875, 0.85, 0.825, 0.8, 0.775, 0.75, 0.725, 0.7),
     *(0.65, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1),
 )
+_PROBED = 8  # prompts that are to show that something is kept unseen
 _LEARN, _MOST = 4, 64  # a quarter of the prompts is learned from, and no more than so many
 
 Score = Callable[[Sequence[int], Sequence[int]], float]
@@ -163,29 +166,41 @@ def calibrate_exit(
         run_all: Whether thresholds behind the first that fails are run, too, to be looked at.
 
     Raises:
-        ValueError: If there are no prompts to be tested on, or numbers are out of range.
+        TypeError: If an argument is of another type.
+        ValueError: If there are no prompts to be tested on, numbers are out of range, or requests
+            of this model keep nothing unseen, whatever the threshold: because they are not plainly
+            greedy (`model.generation_config` may say so), or go to transformers' own loop.
     """
-    rows = [torch.as_tensor(prompt, dtype=torch.int64).view(1, -1) for prompt in prompts]
+    thresholds = _checked_thresholds(thresholds, delta, epsilon, test)
+    if score is not None and not callable(score):
+        raise TypeError(f"score={score!r} must be a function of a prompt and its answer, or None.")
+    check_int("max_new_tokens", max_new_tokens, 1)
+    probe = SpeculativeModel(
+        model, LossyExitDrafter(exit_layers, 0.0, delta=None, network=network), SpecConfig()
+    )
+    num_layers = probe._target.architecture.num_layers
+    rows = prompt_rows(prompts, probe._target.architecture.vocabulary)
     if not rows:
         raise ValueError("prompts is empty: draw a hundred or more.")
     if learn is None:
         learn = min(len(rows) // _LEARN, _MOST)
-    if not 0 <= learn < len(rows):
+    check_int("learn", learn, 0)
+    if learn >= len(rows):
         raise ValueError(f"learn={learn}: there are {len(rows)} prompts; leave some to test on.")
+    _check_effect(probe, rows, max_new_tokens)
     weights = None
     if learn:
         weights = _learned(model, rows[:learn], exit_layers, network, max_new_tokens)
     rows = rows[learn:]
     columns: list[list[tuple[float, ...]]] = []
     found: Guarantee | None = None
-    advice, num_layers = "", 0
+    advice = ""
     with tqdm(total=len(rows) * len(thresholds), unit="prompt", desc="lossy exits") as bar:
         for k, threshold in enumerate(thresholds):
             drafter = LossyExitDrafter(
                 exit_layers, threshold, delta=None, network=network, weights=weights
             )
             spec = SpeculativeModel(model, drafter, SpecConfig())
-            num_layers = spec._target.architecture.num_layers
             columns.append([_answer(spec, ids, max_new_tokens, score, bar.update) for ids in rows])
             losses = np.array([[loss for loss, *_ in column] for column in columns]).T
             certified = choose_threshold(losses, thresholds[: k + 1], delta, epsilon, test)
@@ -208,6 +223,45 @@ def calibrate_exit(
         guarantee=found,
         advice=advice if found is None else "",
         network=network,
+    )
+
+
+def _checked_thresholds(
+    thresholds: Sequence[float], delta: float, epsilon: float, test: RiskTest
+) -> tuple[float, ...]:
+    """As floats; all that can be wrong about a test is found before anything is run.
+
+    Raises:
+        TypeError: If something is not numbers.
+        ValueError: If something is out of range, or thresholds do not fall.
+    """
+    if isinstance(thresholds, str) or not isinstance(thresholds, Iterable):
+        raise TypeError(f"thresholds={thresholds!r} must be probabilities, falling.")
+    steps = list(thresholds)
+    if not steps:
+        raise ValueError("thresholds is empty: leave it out for those that are usual.")
+    for step in steps:
+        check_probability("thresholds", step)
+    choose_threshold(np.zeros((1, len(steps))), steps, delta, epsilon, test)
+    return tuple(map(float, steps))
+
+
+def _check_effect(probe: SpeculativeModel, rows: list[Tensor], max_new_tokens: int) -> None:
+    """Refuse what would be certified because nothing happens.
+
+    Raises:
+        ValueError: If a threshold of 0 keeps nothing unseen in any of the first prompts.
+    """
+    for ids in rows[:_PROBED]:
+        _generate(probe, ids, max_new_tokens)
+        if probe.stats.fallbacks:
+            raise ValueError("requests of this model go to transformers' own loop: see the log.")
+        if probe.stats.given:
+            return
+    raise ValueError(
+        "nothing would be kept unseen, whatever the threshold: answers are shorter than three "
+        f"tokens (max_new_tokens={max_new_tokens}), or not plainly greedy, as by a "
+        "repetition_penalty in model.generation_config."
     )
 
 
@@ -251,7 +305,11 @@ def _answer(
     spec.stats = SpecStats()
     answer = _generate(spec, ids, max_new_tokens)
     stats, emitted = spec.stats, max(spec.stats.emitted, 1)
-    loss = stats.disagreement if score is None else 1 - float(score(ids[0].tolist(), answer))
+    loss = stats.disagreement
+    if score is not None:
+        value = score(ids[0].tolist(), answer)
+        check_probability("score(prompt, answer)", value)
+        loss = 1 - float(value)
     tick()
     whole = emitted - stats.given
     layers = (whole * spec._target.architecture.num_layers + stats.given_layers) / emitted

@@ -163,11 +163,11 @@ class SpeculativeModel(Facade):
         if architecture.support == "none":
             return
         for drafter in self._parts():
-            network = getattr(drafter, "network", None)
-            if network is not None:
-                from selfspec.checkpoints import check_network  # for trained drafts alone
+            made = getattr(drafter, "network", None) or getattr(drafter, "found", None)
+            if made is not None and made is not self._drafts.get("skip_set"):
+                from selfspec.checkpoints import check_made_for  # costs time only where needed
 
-                check_network(network, self._decoder_model)
+                check_made_for(made, self._decoder_model)
             if hasattr(drafter, "bind"):
                 drafter.bind(architecture)
         self._decoder = Decoder(self._target, self.options)

@@ -222,7 +222,24 @@ def test_what_is_kept_for_another_part_is_its_own() -> None:
 
 def test_numbers_of_a_failed_calibration_are_not_lost() -> None:
     spec = selfspec.wrap(tiny.build("llama"), selfspec.EarlyExitDrafter(1))
-    bad = [*prompts(3), torch.tensor([10**6])]
-    with pytest.raises(IndexError):
-        selfspec.calibrate(spec, bad, max_new_tokens=5)
-    assert spec.stats.requests >= 3
+    rows = prompts(4)
+
+    def fails(input_ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+        if input_ids[0, : len(rows[3])].equal(rows[3]):
+            raise RuntimeError("out of memory")
+        return False
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        selfspec.calibrate(spec, rows, max_new_tokens=5, stopping_criteria=[fails])
+    assert spec.stats.requests == 4
+
+
+def test_what_is_no_wrapper_or_no_prompt() -> None:
+    model = tiny.build("llama")
+    with pytest.raises(TypeError, match="spec is a LlamaForCausalLM; pass what wrap returned"):
+        selfspec.calibrate(model, prompts(2))
+    spec = selfspec.wrap(model, selfspec.EarlyExitDrafter(1))
+    with pytest.raises(ValueError, match=r"prompts\[1\] is of shape \[2, 3\]: pass prompts one by"):
+        selfspec.calibrate(spec, [[1], torch.ones(2, 3).long()])
+    with pytest.raises(ValueError, match=r"prompts\[0\] has the id 1000000"):
+        selfspec.calibrate(spec, [[10**6], [1]])

@@ -168,9 +168,12 @@ def test_rows_of_a_batch(exits: tuple[int, ...]) -> None:
         unlike += int((new != whole).sum())
     assert spec.stats.differing == unlike > 3
     alone = selfspec.wrap(model, LossyExitDrafter(exits, 0.5, delta=None))
-    for ids, mask in zip(*prompt.values(), strict=True):
-        alone.generate(ids[mask.bool()][None], **GREEDY)
-    assert spec.stats.given > 0.7 * alone.stats.given
+    for row, ids, mask in zip(together, *prompt.values(), strict=True):
+        text = alone.generate(ids[mask.bool()][None], **GREEDY)[0]
+        assert text[-NEW:].equal(row[-NEW:])
+    mine, theirs = spec.stats, alone.stats
+    assert (mine.given, mine.given_layers) == (theirs.given, theirs.given_layers)
+    assert mine.differing == theirs.differing
 
 
 def test_an_end_of_text_is_an_end() -> None:
@@ -243,7 +246,7 @@ def test_exactness_is_not_given_up_unasked() -> None:
         ({"exit_layers": (0, 1)}, ValueError, "exit_layers=0 must be at least 1"),
         ({"exit_layers": "2"}, TypeError, "exit_layers='2' must be an int"),
         ({"exit_layers": (1, 2), "weights": {1: [0.0] * 5}}, ValueError, r"weights has \[1\]"),
-        ({"exit_layers": 1, "weights": {1: [0.0] * 4}}, ValueError, "5 numbers for each"),
+        ({"exit_layers": 1, "weights": {1: [0.0] * 4}}, ValueError, "must have 5 numbers"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: Any, message: str) -> None:
@@ -265,30 +268,63 @@ def test_several_exits_need_layers_that_can_be_resumed() -> None:
 # ---------------------------------------------------------------------------- drift
 
 
-def tokens_to_alarm(share: float, seed: int, most: int = 20_000) -> int:
+def tokens_to_alarm(share: float, seed: int, most: int = 20_000, size: int = 4) -> int:
     rng = np.random.default_rng(seed)
     monitor = DriftMonitor(0.05)
-    for at in range(0, most, 4):
-        if monitor.add(int((rng.random(4) < share).sum()), 4):
-            return at + 4
+    for at in range(0, most, size):
+        if monitor.add((rng.random(size) < share).tolist()):
+            return at + size
     return most
 
 
 def test_what_is_too_much_is_noticed_soon_and_what_is_allowed_is_not() -> None:
     assert np.median([tokens_to_alarm(0.15, seed) for seed in range(20)]) < 250
     assert np.median([tokens_to_alarm(0.1, seed) for seed in range(20)]) < 1000
-    assert sum(tokens_to_alarm(0.05, seed, 5000) < 5000 for seed in range(40)) <= 20
-    assert all(tokens_to_alarm(0.03, seed, 5000) == 5000 for seed in range(20))
+    for size in (4, 288):  # tokens of a step: of a row, of a large batch
+        assert sum(tokens_to_alarm(0.05, seed, 5000, size) < 5000 for seed in range(40)) <= 20
+        assert all(tokens_to_alarm(0.03, seed, 5000, size) == 5000 for seed in range(20))
 
 
 def test_capital_by_hand() -> None:
     monitor = DriftMonitor(0.2, alarm=5.0)
-    assert not monitor.add(2, 3)  # one that agrees: less than 1, so 1; then twice doubled
+    assert not monitor.add([False, True, True])  # less than 1, so 1; then twice doubled
     assert monitor.capital == pytest.approx(4.0)
-    assert not monitor.add(0, 1)
+    assert not monitor.add([True, False, False][1:2])
     assert monitor.capital == pytest.approx(4.0 * 0.75)
-    assert monitor.add(1, 1)
+    assert monitor.add([True])
     assert (monitor.capital, monitor.alarms) == (1.0, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("new", [3, 8, 9, 12])
+def test_every_token_that_came_is_watched(monkeypatch: Any, rows: int, new: int) -> None:
+    """Also those of the step that ended a text: short answers have no other."""
+    seen: list[bool] = []
+    monkeypatch.setattr(DriftMonitor, "add", lambda self, differs: seen.extend(differs))
+    model = tiny.build("llama")
+    spec = selfspec.wrap(model, LossyExitDrafter(2, 0.0, max_exits=8))
+    spec.generate(**tiny.prompts(rows), **{**GREEDY, "max_new_tokens": new})
+    assert len(seen) == rows * (new - 1) - rows * (new % 9 == 1)  # of a step without a draft: none
+    assert sum(seen) == spec.stats.differing > 0
+
+
+def test_short_answers_that_differ_raise_an_alarm() -> None:
+    spec = selfspec.wrap(tiny.build("llama"), LossyExitDrafter(2, 0.0))
+    for seed in range(40):
+        spec.generate(**tiny.prompts(1, seed=seed), **{**GREEDY, "max_new_tokens": 9})
+    assert spec.costs.kept[lossy_exit.WORK].alarms == 1  # at 0.5 it keeps next to nothing
+    assert "the threshold is 0.5000 from here on" in repr(spec)
+
+
+def test_a_threshold_of_one_keeps_nothing() -> None:
+    """Not even what rounding makes certain."""
+    model = copy.deepcopy(tiny.build("llama"))
+    with torch.no_grad():
+        model.lm_head.weight *= 200
+    spec = selfspec.wrap(model, LossyExitDrafter(1, 1.0, delta=None))
+    prompt = tiny.prompts(2)
+    assert spec.generate(**prompt, **GREEDY).equal(model.generate(**prompt, **GREEDY))
+    assert spec.stats.given == 0
 
 
 def test_text_that_drifts_becomes_exact(caplog: Any, monkeypatch: Any) -> None:
@@ -423,3 +459,95 @@ def test_how_sure_is_learned_from_prompts_that_are_not_tested() -> None:
     assert right.observed == pytest.approx([1.0] * len(right.observed))
     assert sum(right.counts) == sum(watch.models[1].reliability.counts) >= NEW // 2 - 3
     assert min(watch.models[1].reliability.observed) < 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.train(),
+        lambda model: model.generation_config.update(repetition_penalty=1.1),
+        lambda model: model.generation_config.update(num_beams=2),
+    ],
+)
+def test_what_never_happens_is_not_certified(change: Any) -> None:
+    model = copy.deepcopy(tiny.build("llama"))
+    change(model)
+    with pytest.raises(ValueError, match=r"nothing would be kept|go to transformers' own loop"):
+        selfspec.calibrate_exit(model, prompts(48), 1, max_new_tokens=12)
+    with pytest.raises(ValueError, match=r"answers are shorter than three tokens"):
+        selfspec.calibrate_exit(tiny.build("llama"), prompts(48), 1, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"thresholds": ()}, ValueError, "thresholds is empty"),
+        ({"thresholds": None}, TypeError, "thresholds=None must be probabilities"),
+        ({"thresholds": 0.9}, TypeError, "thresholds=0.9 must be probabilities"),
+        ({"thresholds": (0.5, 0.9)}, ValueError, "must fall"),
+        ({"thresholds": (0.9, 0.9)}, ValueError, "must fall"),
+        ({"thresholds": (0.9, -1)}, ValueError, "thresholds=-1 must be a probability"),
+        ({"thresholds": ("a",)}, TypeError, "thresholds='a' must be a number"),
+        ({"delta": 0}, ValueError, "delta=0 must be between 0 and 1"),
+        ({"delta": float("nan")}, ValueError, "delta=nan"),
+        ({"epsilon": 2}, ValueError, "epsilon=2 must be between"),
+        ({"test": "foo"}, ValueError, "test='foo' must be"),
+        ({"learn": 1.5}, TypeError, "learn=1.5 must be an int"),
+        ({"learn": -1}, ValueError, "learn=-1 must be at least 0"),
+        ({"score": 3}, TypeError, "score=3 must be a function"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0 must be at least 1"),
+        ({"exit_layers": 1.5}, TypeError, "exit_layers=1.5 must be an int"),
+        ({"exit_layers": "2"}, TypeError, "exit_layers='2' must be an int"),
+        ({"prompts": "hello"}, TypeError, "prompts='hello' must be a list of prompts"),
+        ({"prompts": ["hello"]}, TypeError, r"prompts\[0\] is text"),
+        ({"prompts": [1, 2, 3]}, TypeError, r"prompts\[0\] is one number"),
+        ({"prompts": [[1], []]}, ValueError, r"prompts\[1\] is empty"),
+        ({"prompts": [[1.9, 2.2]]}, TypeError, r"prompts\[0\] is of torch.float32"),
+        ({"prompts": [[3, 99999]]}, ValueError, r"prompts\[0\] has the id 99999; the model embeds"),
+        ({"prompts": [[3, -1]]}, ValueError, r"prompts\[0\] has the id -1"),
+        (
+            {"prompts": [torch.ones(3, 5).long()]},
+            ValueError,
+            r"shape \[3, 5\]: pass prompts one by",
+        ),
+        ({"prompts": [{"a": 1}]}, TypeError, r"prompts\[0\] must be a list of token ids"),
+        ({"prompts": None}, TypeError, "prompts=None must be a list of prompts"),
+    ],
+)
+def test_wrong_arguments_are_found_before_anything_runs(
+    monkeypatch: Any, options: dict[str, Any], error: Any, message: str
+) -> None:
+    def generate(*_: Any, **__: Any) -> Any:
+        raise AssertionError("nothing should run")
+
+    monkeypatch.setattr(selfspec.SpeculativeModel, "generate", generate)
+    arguments = {"prompts": prompts(4), "exit_layers": 2, **options}
+    with pytest.raises(error, match=message):
+        selfspec.calibrate_exit(tiny.build("llama"), **arguments)
+
+
+@pytest.mark.parametrize("value", [None, 2.0, float("nan"), "a"])
+def test_scores_that_are_none(value: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"score\(prompt, answer\)="):
+        selfspec.calibrate_exit(
+            tiny.build("llama"), prompts(4), 2, score=lambda *_: value, max_new_tokens=5
+        )
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    drafter = LossyExitDrafter(np.array([1, 3]), np.float32(0.5), weights=None)
+    assert drafter.exit_layers == (1, 3)
+    assert LossyExitDrafter(np.int64(2)).exit_layers == (2,)
+    found = selfspec.calibrate_exit(
+        tiny.build("llama"),
+        [torch.tensor([row]) for row in prompts(4)],
+        np.int64(2),
+        thresholds=np.array([0.9, 0.5], dtype=np.float32),
+        max_new_tokens=6,
+        run_all=True,
+    )
+    assert found.thresholds == pytest.approx((0.9, 0.5))
+    with pytest.raises(TypeError, match=r"weights=\[1\] must have 5 numbers by exit layer"):
+        LossyExitDrafter(2, weights=[1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="none of them infinite or NaN"):
+        LossyExitDrafter(2, weights={2: [float("nan")] * 5})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from selfspec.checkpoints.base_model import BaseModel, check_base
     from selfspec.checkpoints.eagle import export_eagle3
-    from selfspec.checkpoints.find import check_network, find_drafts, load, load_all
+    from selfspec.checkpoints.find import check_made_for, check_network, find_drafts, load, load_all
     from selfspec.checkpoints.folder import Card, card_of, save
     from selfspec.checkpoints.medusa import export_medusa
     from selfspec.checkpoints.pretrained import Pretrained
@@ -25,6 +25,7 @@ _PLACES = {
     "Pretrained": "pretrained",
     "card_of": "folder",
     "check_base": "base_model",
+    "check_made_for": "find",
     "check_network": "find",
     "export_eagle3": "eagle",
     "export_medusa": "medusa",
@@ -43,6 +44,7 @@ __all__ = [
     "Pretrained",
     "card_of",
     "check_base",
+    "check_made_for",
     "check_network",
     "export_eagle3",
     "export_medusa",

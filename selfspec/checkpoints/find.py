@@ -22,7 +22,7 @@ from selfspec.checkpoints.folder import (
     with_card,
 )
 from selfspec.checkpoints.medusa import STEM, read_medusa
-from selfspec.checkpoints.skip_sets import skip_set_in
+from selfspec.checkpoints.skip_sets import FoundSkipSet, skip_set_in
 from selfspec.checkpoints.speculators import read_speculators
 from selfspec.checkpoints.tensors import read_json, read_tensors
 
@@ -147,6 +147,18 @@ def find_drafts(
     except ValueError as error:
         logger.warning("a skip set beside the model is not used: %s", error)
     return found
+
+
+def check_made_for(made: nn.Module | FoundSkipSet, model: PreTrainedModel) -> None:
+    """Refuse a network, or what a search found, that is another model's.
+
+    Raises:
+        ValueError: If it is.
+    """
+    if isinstance(made, FoundSkipSet):
+        check_base(made.base, model)
+    else:
+        check_network(made, model)
 
 
 def check_network(network: nn.Module, model: PreTrainedModel) -> None:

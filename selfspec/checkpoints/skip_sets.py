@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from selfspec.checkpoints.base_model import BaseModel, check_base
 from selfspec.checkpoints.tensors import read_json, write_json
 from selfspec.layer_times import LayerTimes
+from selfspec.options import check_number
 from selfspec.skip_set import SkipSet
 
 if TYPE_CHECKING:
@@ -133,6 +134,10 @@ def read_skip_set(path: str | os.PathLike[str]) -> FoundSkipSet:
     if values.pop("format", None) != FORMAT or values.pop("version", None) != VERSION:
         raise ValueError(f"{path} is no {FORMAT} of version {VERSION}: search and save anew.")
     try:
+        for name in ("acceptance", "compared", "draft_step", "speedup", "length", "tried"):
+            check_number(name, values[name], least=0)
+        if values["needed"] is not None:
+            check_number("needed", values["needed"], least=0)
         return FoundSkipSet(
             **{
                 **values,
@@ -142,7 +147,7 @@ def read_skip_set(path: str | os.PathLike[str]) -> FoundSkipSet:
                 "frontier": tuple(tuple(row) for row in values["frontier"]),
             }
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error}): search and save anew.") from error
 
 

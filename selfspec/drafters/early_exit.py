@@ -17,10 +17,10 @@ from selfspec.drafters.exit_context import ExitContext
 from selfspec.drafters.exit_readout import ExitReadout
 from selfspec.drafters.exit_trials import exits_of, part_of
 from selfspec.drafters.growth import DRAWN_CONFIDENCE, Growth, growth_of
-from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
 from selfspec.drafters.trained import FittedNetwork
 from selfspec.networks.exit import ExitNetwork
+from selfspec.options import check_bool, check_int, check_probability
 from selfspec.patch import LayerPlan
 from selfspec.tree import TokenTree
 

@@ -47,7 +47,8 @@ def draft_cascade(
 ) -> TokenTree:
     """Draft one chain a row, and give (`TokenTree.given`) what is believed of it.
 
-    A row's chain ends with the first token that no exit is believed on: the deepest one's.
+    A row's chain ends with the first token that no exit is believed on: the deepest one's. So in a
+    batch it gets the chain that it would get alone.
 
     Args:
         state: Where decoding stands.
@@ -71,15 +72,15 @@ def draft_cascade(
             open_ = believed == 0
             ids = found.ids if ids is None else torch.where(_like(open_, ids), found.ids, ids)
             believed = torch.where(open_ & judge(exit_layer, found), exit_layer, believed)
-            if bool((believed > 0)[sure & growing].all()):
+            if bool((believed > 0)[growing].all()):
                 break
         assert ids is not None
         climb.append(ids)
         num_nodes = num_nodes + growing
         sure = sure & (believed > 0)
         after.append(torch.where(sure, believed, 0))
-        growing = growing & (torch.tensor(rooms) > depth + 1)
-        if not bool((sure & growing).any()):
+        growing = growing & sure & (torch.tensor(rooms) > depth + 1)
+        if not bool(growing.any()):
             break
     tree, resume = climb.end()
     device = state.root.device

@@ -19,10 +19,10 @@ from selfspec.drafters.draw import draw_children, draws
 from selfspec.drafters.drawn_tree import DrawnTree
 from selfspec.drafters.dynamic_tree import DynamicTree, Size
 from selfspec.drafters.feature_steps import Expansion, FeatureSteps
-from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.outlook import Outlook
 from selfspec.drafters.trained import FittedNetwork
 from selfspec.networks.feature import FeatureNetwork
+from selfspec.options import check_bool, check_int, check_probability
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from torch import Tensor
 from selfspec.checkpoints.pretrained import Pretrained
 from selfspec.costs import ASSUMED
 from selfspec.drafters.draw import draw_children, draws
-from selfspec.drafters.options import check_bool, check_probability
 from selfspec.drafters.static_tree import (
     Level,
     Path,
@@ -29,6 +28,7 @@ from selfspec.drafters.static_tree import (
 )
 from selfspec.drafters.trained import FittedNetwork, best_tokens
 from selfspec.networks.heads import HeadsNetwork
+from selfspec.options import check_bool, check_probability
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:

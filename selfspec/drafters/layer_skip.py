@@ -13,9 +13,9 @@ from selfspec_kernels.draft_topk import MAX_K
 
 from selfspec.drafters.draw import draws
 from selfspec.drafters.growth import DRAWN_CONFIDENCE, Growth, growth_of
-from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.partial import check_layers, draft_chain
 from selfspec.drafters.skip_trials import part_of, trials_of
+from selfspec.options import check_bool, check_int, check_probability
 from selfspec.skip_set import SkipSet
 from selfspec.tree import TokenTree
 

@@ -9,8 +9,8 @@ counted: that is the disagreement in the statistics, and what the drift monitor 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 from selfspec.acceptance_model import FEATURES, features, logistic
 from selfspec.drafters.early_exit import EarlyExitDrafter
 from selfspec.drafters.exit_cascade import draft_cascade
-from selfspec.drafters.options import check_int, check_probability
 from selfspec.drift import DriftMonitor
+from selfspec.options import check_int, check_probability
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
@@ -45,8 +45,8 @@ class LossyExitDrafter(EarlyExitDrafter):
         exit_layers: How many layers run before an exit, a count, or several, rising: a token goes
             on to the next exit where the one before is not sure enough. None: what `network` was
             trained for.
-        threshold: Least probability of a token that is kept. `calibrate_exit` finds one with a
-            guarantee.
+        threshold: Least probability of a token that is kept; 1 keeps none. `calibrate_exit` finds
+            one with a guarantee.
         max_exits: Most tokens in a row that are kept unseen.
         delta: Share of tokens that may differ. Where live text has more of them, the threshold is
             raised, and after three such alarms the text is exact; both are logged. None: nobody
@@ -89,9 +89,10 @@ class LossyExitDrafter(EarlyExitDrafter):
         self.exit_layers = exits or ((self.exit_layer,) if self.exit_layer is not None else ())
         if not self.exit_layers:
             raise ValueError("exit_layers is missing: name layers, or pass a trained network.")
-        self.threshold = threshold
+        self.threshold = float(threshold)
         self.delta = delta
         self.weights = None if weights is None else _fitting(weights, self.exit_layers)
+        self._before: list[int] = []  # length of every row when this request drafted last
 
     def bind(self, architecture: Architecture) -> None:
         """Check against a model.
@@ -115,12 +116,14 @@ class LossyExitDrafter(EarlyExitDrafter):
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """A chain, and how much of it is to be kept."""
         alarms = self._alarms(state)
+        self._before = list(state.length)
         if alarms >= _EXACT:
             return super().draft(state, budget)
         least = self._least(alarms)
 
         def judge(exit_layer: int, found: Candidates) -> Tensor:
-            return torch.from_numpy(self.probability(exit_layer, found) >= least)
+            # Rounding may say that something is certain; a threshold of 1 lets nothing pass.
+            return torch.from_numpy((self.probability(exit_layer, found) >= least) & (least < 1))
 
         tokens = min(budget, self.max_draft_tokens)
         return draft_cascade(state, self.exit_layers, tokens, judge, self._exit_readout(state))
@@ -138,11 +141,16 @@ class LossyExitDrafter(EarlyExitDrafter):
         monitor = self._monitor(state)
         if acceptance.differs is None or acceptance.given is None or monitor is None:
             return
-        rows = [b for b in range(state.batch) if not state.frozen[b]]
-        counts = torch.stack([acceptance.differs.sum(1), (acceptance.given > 0).sum(1)]).tolist()
-        differing, given = (sum(counts[i][b] for b in rows) for i in (0, 1))
-        # One token more a row, which the whole model chose itself.
-        if monitor.add(differing, given + len(rows)):
+        differs: list[bool] = []
+        for row, now, before in zip(
+            acceptance.differs.tolist(), state.length, self._before, strict=True
+        ):
+            # Those that came, also of rows that have ended by now. What the whole model chose
+            # itself, behind what was drafted, does not differ.
+            came = now - before
+            differs += (row + [False] * came)[:came]
+        self._before = list(state.length)
+        if monitor.add(differs):
             self._warn(state, monitor)
 
     def _learns(self, state: DecodeState) -> bool:
@@ -197,19 +205,23 @@ def judged_by(described: np.ndarray) -> np.ndarray:
 def _checked(exit_layers: int | Sequence[int] | None) -> tuple[int, ...]:
     if exit_layers is None:
         return ()
-    given = [exit_layers] if isinstance(exit_layers, int) else list(exit_layers)
+    several = isinstance(exit_layers, Iterable) and not isinstance(exit_layers, str)
+    given: list[Any] = list(exit_layers) if several else [exit_layers]  # type: ignore[arg-type]
     for exit_layer in given:
         check_int("exit_layers", exit_layer, 1)
     if not given or given != sorted(set(given)):
         raise ValueError(f"exit_layers={exit_layers} must be one layer or several, rising.")
-    return tuple(given)
+    return tuple(map(int, given))
 
 
 def _fitting(weights: Mapping[int, Sequence[float]], exits: Sequence[int]) -> dict[int, np.ndarray]:
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights={weights!r} must have {FEATURES} numbers by exit layer.")
     found = {layer: np.asarray(row, float) for layer, row in weights.items()}
-    if set(found) != set(exits) or any(row.shape != (FEATURES,) for row in found.values()):
+    right = (row.shape == (FEATURES,) and np.isfinite(row).all() for row in found.values())
+    if set(found) != set(exits) or not all(right):
         raise ValueError(
-            f"weights has {sorted(found)}; it must have {FEATURES} numbers for each of the exits "
-            f"{list(exits)}."
+            f"weights has {list(found)}; it must have {FEATURES} numbers, none of them infinite or "
+            f"NaN, for each of the exits {list(exits)}."
         )
     return found

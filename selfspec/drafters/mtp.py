@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from selfspec.drafters.candidates import best_of
 from selfspec.drafters.draw import draw, draws
 from selfspec.drafters.mtp_module import MtpModule, MtpRows, load_mtp
-from selfspec.drafters.options import check_bool, check_int, check_probability
 from selfspec.drafters.states_seen import AT_ONCE, StatesSeen
+from selfspec.options import check_bool, check_int, check_probability
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from selfspec.drafters.options import check_int, check_probability
 from selfspec.match_survival import MatchSurvival
+from selfspec.options import check_int, check_probability
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:

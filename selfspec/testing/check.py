@@ -94,7 +94,7 @@ def check_drafter(
         DrafterError: An `AssertionError` that names the rule, what was seen, and the remedy.
         TypeError: If `model` cannot be wrapped or `prompts` is something else.
         ValueError: If the model is in another dtype or in training mode, prompts are too few or
-            empty, or requests go to transformers' own loop.
+            empty, the drafter is lossy, or requests go to transformers' own loop.
 
     Example:
         >>> from selfspec.testing import check_drafter
@@ -141,6 +141,8 @@ class _Check:
         except TypeError as error:
             raise DrafterError("members", name, str(error)) from error
         self.inner: Any = spec._drafter
+        if getattr(self.inner, "is_lossy", False):
+            raise ValueError(f"{name} is lossy: there is no text to hold it to.")
         self.marks = model_marks(model)
         self.spec = spec
         self._plain: dict[str, Any] = {}
@@ -172,8 +174,16 @@ class _Check:
         self.copies(alone)
         self.inference_mode(everyone)
         self.memory()
-        self.rules += ["tree", "state", "cache", "generator", "settings", "observe", "model"]
-        self.rules.append("text")
+        self.rules += [
+            "tree",
+            "state",
+            "cache",
+            "generator",
+            "settings",
+            "observe",
+            "model",
+            "text",
+        ]
         return DrafterReport(
             drawn=sampled.drawn,
             drafted=stats.drafted,

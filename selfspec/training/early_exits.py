@@ -24,8 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils.logging import tqdm
 
+from selfspec.checkpoints.base_model import BaseModel
 from selfspec.checkpoints.tensors import read_header, read_json, write_json, write_tensors
 from selfspec.config import Options
+from selfspec.options import check_bool, check_int, check_number
 from selfspec.patch import LayerPlan
 from selfspec.target import Target
 from selfspec.training.answers import Answer
@@ -89,21 +91,28 @@ class EarlyExitConfig(Options):
         """Check values.
 
         Raises:
+            TypeError: If one is of another type.
             ValueError: If one is out of range.
         """
         exits = self.exits
         if not isinstance(exits, Sequence) or not exits or any(type(e) is not int for e in exits):
             raise ValueError(f"exits={exits!r} must be counts of layers, like (4, 8, 12).")
+        if len(set(exits)) < len(exits):
+            raise ValueError(f"exits={exits!r} has a layer twice.")
         object.__setattr__(self, "exits", tuple(exits))
         per_step = self.exits_per_step
         if per_step is not None and (type(per_step) is not int or not 1 <= per_step <= len(exits)):
             raise ValueError(f"exits_per_step={per_step!r} must be None, or in 1..{len(exits)}.")
         if self.targets not in ("model", "text"):
             raise ValueError(f'targets={self.targets!r} must be "model" or "text".')
-        if not 0 <= self.dropout < 1:
+        check_number("dropout", self.dropout, least=0)
+        if not self.dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} must be in 0..1, 1 excluded.")
-        if not self.exit_weight >= 0:
-            raise ValueError(f"exit_weight={self.exit_weight!r} must be at least 0.")
+        check_number("exit_weight", self.exit_weight, least=0)
+        check_number("learning_rate", self.learning_rate, least=0)
+        check_int("max_length", self.max_length, 2)
+        check_int("seed", self.seed, 0)
+        check_bool("train_embeddings", self.train_embeddings)
         self._optimizer_config()
 
     def _optimizer_config(self) -> TrainConfig:
@@ -134,7 +143,7 @@ def train_early_exits(
     """Train the model itself, in place, in the dtype that it is in; float32 is meant.
 
     Args:
-        model: On its device. Its weights change.
+        model: On its device. Its weights change, but for those that do not require a gradient.
         answers: Texts: prompts and what should be said to them. Only the latter count.
         out: Folder of this run: `log.jsonl`, the config, and a checkpoint to go on from. Another
             run with the same config and texts goes on where the one before was stopped.
@@ -146,7 +155,8 @@ def train_early_exits(
 
     Raises:
         ValueError: If the model cannot run without some of its layers, has fewer layers than an
-            exit, or `out` belongs to a run with another config.
+            exit or no weight that may be trained, or `out` belongs to a run of another model or
+            with another config or other texts.
     """
     with torch.inference_mode(False), torch.enable_grad():
         run = _Run(model, answers, Path(out), config, say)
@@ -186,11 +196,16 @@ class _Run:
         self.rows, self.held = split(prompts, config.held_out, config.max_held_out, config.seed)
         self._required = {p: p.requires_grad for p in model.parameters()}
         frozen = set() if config.train_embeddings else set(_embeddings(model))
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.is_floating_point() and parameter not in frozen)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ValueError("every parameter of the model is frozen: there is nothing to train.")
+        self.base = _model_mark(model, config.train_embeddings)
         self.optimizer = Optimizer(model, config._optimizer_config())
         self.training = model.training
         self.step = self.tokens = self.epoch = self.position = 0
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"out={str(out)!r} is a file; name a folder.")
         out.mkdir(parents=True, exist_ok=True)
         if (out / CHECKPOINT).is_file():
             self._resume()
@@ -301,7 +316,7 @@ class _Run:
     def _checkpoint(self) -> None:
         numbers = {n: getattr(self, n) for n in ("step", "tokens", "epoch", "position")}
         # In one file, since two cannot be replaced at once.
-        progress = json.dumps({**numbers, "texts": _mark(self.answers)})
+        progress = json.dumps({**numbers, "texts": _mark(self.answers), "model": self.base})
         write_tensors(self.optimizer.tensors(), self.out / CHECKPOINT, {"progress": progress})
         self.saved = time.monotonic()
 
@@ -316,6 +331,10 @@ class _Run:
         progress = json.loads(read_header(self.out / CHECKPOINT)["progress"])
         if progress.pop("texts") != _mark(self.answers):
             raise ValueError(f"{self.out} holds a run with other texts; choose another folder.")
+        if progress.pop("model", self.base) != self.base:
+            raise ValueError(f"{self.out} holds a run of another model; choose another folder.")
+        if not (self.out / LOG).is_file():
+            raise ValueError(f"{self.out} lacks {LOG} of its run; choose another folder.")
         for name, value in progress.items():
             setattr(self, name, value)
         self.optimizer.load(load_file(self.out / CHECKPOINT))
@@ -344,6 +363,13 @@ def padded(answers: Sequence[Answer], device: torch.device) -> tuple[Tensor, Ten
 def _embeddings(model: PreTrainedModel) -> list[nn.Parameter]:
     parts = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [p for part in parts if part is not None for p in part.parameters()]
+
+
+def _model_mark(model: PreTrainedModel, trains_embeddings: bool) -> str:
+    """What a run on it leaves as it is: its shapes, and its embeddings if they are not trained."""
+    shapes = [[name, list(weight.shape)] for name, weight in model.named_parameters()]
+    embedding = "" if trains_embeddings else BaseModel.of(model).embedding
+    return hashlib.sha256(json.dumps([shapes, embedding]).encode()).hexdigest()
 
 
 def _mark(answers: Sequence[Answer]) -> str:

@@ -14,15 +14,17 @@ import heapq
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from transformers.utils.logging import tqdm
 
+from selfspec.checkpoints.base_model import BaseModel
 from selfspec.checkpoints.skip_sets import FoundSkipSet
 from selfspec.layer_times import LayerTimes, measure_layer_times
+from selfspec.options import check_int, check_probability
 from selfspec.replay import Replay, ready, replay_texts
 from selfspec.skip_set import SkipSet
 from selfspec.target import Target
@@ -89,6 +91,7 @@ def find_skip_set(
         nothing; `save` writes it where `wrap` finds it.
 
     Raises:
+        TypeError: If `seed` is no int.
         ValueError: If there are not enough texts, an option is out of range, the model cannot run
             without some of its layers, or `log` is of another search.
     """
@@ -102,6 +105,7 @@ def find_skip_set(
     ):
         if type(value) is not int or not 1 <= value <= most:
             raise ValueError(f"{name}={value!r} must be an int in 1..{most}.")
+    check_int("seed", seed, 0)
     if model.training:
         raise ValueError("the model is in training mode: call model.eval() first.")
     target = Target(model)
@@ -141,7 +145,9 @@ class _Search:
         self.rng = np.random.default_rng(seed)
         self.scores: dict[SkipSet, _Score] = {}
         half = len(texts) // 2
-        mark = hashlib.sha256(json.dumps([texts, window, seed]).encode()).hexdigest()[:16]
+        base = asdict(BaseModel.of(target.model))
+        about = json.dumps([base["shape"], base["embedding"], texts, window, seed])
+        mark = hashlib.sha256(about.encode()).hexdigest()[:16]
         self.log = None if log is None else Path(log)
         self.known = self._read(mark)
         usual = sorted(texts, key=len)[half]
@@ -307,16 +313,25 @@ class _Search:
         if self.log is None or not self.log.is_file():
             return {}
         found: dict[str, Any] = {}
-        for line in _lines(self.log):
-            if "search" in line:
-                if line["search"] != mark:
-                    raise ValueError(
-                        f"log={str(self.log)!r} is of a search over other texts or with another "
-                        "window or seed: name another file."
-                    )
-                found["times"] = line["times"]
-            else:
-                found[json.dumps(line["skip_set"])] = line["acceptance"]
+        for at, text in enumerate(_lines(self.log), 1):
+            try:
+                line = json.loads(text)
+                if "search" not in line:
+                    check_probability("acceptance", line["acceptance"])
+                    found[json.dumps(line["skip_set"])] = line["acceptance"]
+                    continue
+                LayerTimes.from_dict(line["times"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"log={str(self.log)!r}, line {at}, is none of a search ({error}): name "
+                    "another file."
+                ) from error
+            if line["search"] != mark:
+                raise ValueError(
+                    f"log={str(self.log)!r} is of a search on another model, over other texts or "
+                    "with another window or seed: name another file."
+                )
+            found["times"] = line["times"]
         return found
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -326,13 +341,12 @@ class _Search:
                 file.write(json.dumps(line) + "\n")
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[str]:
     """Of a JSONL file; a last line that was only half written is dropped."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     if len(whole) + 1 < path.stat().st_size:
         os.truncate(path, len(whole) + 1 if whole else 0)
-    for line in whole.decode().splitlines():
-        yield json.loads(line)
+    yield from whole.decode(errors="replace").splitlines()
 
 
 def _texts(answers: Sequence[Answer], count: int, window: int, seed: int) -> list[list[int]]:
