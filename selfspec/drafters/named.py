@@ -68,6 +68,11 @@ def networks_for(
     found: Mapping[Any, Any] = {}
     if isinstance(drafts, Mapping):
         found = drafts
+        skip_set: Any = drafts.get("skip_set")
+        if hasattr(skip_set, "base"):
+            from selfspec.checkpoints import check_base
+
+            check_base(skip_set.base, model, strict_base)
     elif taken:
         from selfspec.checkpoints import find_drafts  # costs time only where it is needed
 

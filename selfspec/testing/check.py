@@ -101,10 +101,7 @@ def check_drafter(
         >>> print(check_drafter(MyDrafter(), model))
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}; check_drafter(drafter, model) takes a model as it "
-            "is, not wrapped."
-        )
+        raise TypeError(f"model is a {type(model).__name__}; pass a model as it is, not wrapped.")
     if model.training or model.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"model is in {model.dtype} and training={model.training}: text is compared token for "
@@ -126,6 +123,9 @@ def _made_up(model: Any) -> list[list[int]]:
     most = model.get_input_embeddings().weight.shape[0]
     rows = [[draw.randrange(most) for _ in range(count)] for count in (12, 6, 3)]
     return [row + row[: max(2, len(row) // 2)] for row in rows]
+
+
+_AT_LAST = ("model", "text")
 
 
 class _Check:
@@ -174,16 +174,7 @@ class _Check:
         self.copies(alone)
         self.inference_mode(everyone)
         self.memory()
-        self.rules += [
-            "tree",
-            "state",
-            "cache",
-            "generator",
-            "settings",
-            "observe",
-            "model",
-            "text",
-        ]
+        self.rules += ["tree", "state", "cache", "generator", "settings", "observe", *_AT_LAST]
         return DrafterReport(
             drawn=sampled.drawn,
             drafted=stats.drafted,

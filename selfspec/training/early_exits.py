@@ -273,7 +273,11 @@ class _Run:
         leaves = {tap: state.detach().requires_grad_() for tap, state in states.items()}
         losses = self._losses(leaves, labels[wanted], exits)
         if all(math.isfinite(loss) for loss in losses.values()):
-            torch.autograd.backward(list(states.values()), [leaf.grad for leaf in leaves.values()])
+            # Where all layers before an exit are frozen its state has nothing behind it.
+            taught = [tap for tap, state in states.items() if state.requires_grad]
+            torch.autograd.backward(
+                [states[tap] for tap in taught], [leaves[tap].grad for tap in taught]
+            )
             self.optimizer.step(self.step, self.tokens / config.total_tokens)
         self.optimizer.drop()
         return losses

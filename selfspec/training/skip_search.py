@@ -14,14 +14,14 @@ import heapq
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from transformers.utils.logging import tqdm
 
-from selfspec.checkpoints.base_model import BaseModel
+from selfspec.checkpoints.base_model import sample
 from selfspec.checkpoints.skip_sets import FoundSkipSet
 from selfspec.layer_times import LayerTimes, measure_layer_times
 from selfspec.options import check_int, check_probability
@@ -145,8 +145,8 @@ class _Search:
         self.rng = np.random.default_rng(seed)
         self.scores: dict[SkipSet, _Score] = {}
         half = len(texts) // 2
-        base = asdict(BaseModel.of(target.model))
-        about = json.dumps([base["shape"], base["embedding"], texts, window, seed])
+        weights = [[name, sample(weight)] for name, weight in target.model.named_parameters()]
+        about = json.dumps([weights, texts, window, seed])
         mark = hashlib.sha256(about.encode()).hexdigest()[:16]
         self.log = None if log is None else Path(log)
         self.known = self._read(mark)

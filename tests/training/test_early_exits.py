@@ -107,6 +107,30 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path, monkeypatch: Any) -> None
         train_early_exits(fresh, answers(), tmp_path / "cut", _few(config, 9))
     with pytest.raises(ValueError, match="other texts"):
         train_early_exits(fresh, answers(30), tmp_path / "cut", config)
+    for other in (tiny.llama(initializer_range=0.2), tiny.llama(num_hidden_layers=5)):
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(ValueError, match="a run of another model"):
+            train_early_exits(other, answers(), tmp_path / "cut", config)
+        assert all(torch.equal(before[name], now) for name, now in other.state_dict().items())
+    (tmp_path / "cut" / "log.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"lacks log\.jsonl"):
+        train_early_exits(fresh, answers(), tmp_path / "cut", config)
+
+
+def test_what_is_frozen_stays(tmp_path: Path) -> None:
+    model = model_of()
+    layer, other = model.model.layers[0], model.model.layers[1]
+    layer.requires_grad_(False)
+    before, moved = copy.deepcopy(layer.state_dict()), other.mlp.up_proj.weight.clone()
+    train_early_exits(model, answers(), tmp_path, EarlyExitConfig(**{**SMALL, "total_tokens": 500}))
+    assert all(torch.equal(before[name], now) for name, now in layer.state_dict().items())
+    assert not torch.equal(moved, other.mlp.up_proj.weight)
+    required = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert required == {n for n, _ in model.named_parameters() if n.startswith("model.layers.0.")}
+    with pytest.raises(ValueError, match="every parameter of the model is frozen"):
+        train_early_exits(
+            model_of().requires_grad_(False), answers(), tmp_path / "b", EarlyExitConfig(**SMALL)
+        )
 
 
 def test_the_loss_does_not_depend_on_padding_or_pieces(monkeypatch: Any) -> None:
@@ -153,10 +177,17 @@ def test_the_loss_does_not_depend_on_padding_or_pieces(monkeypatch: Any) -> None
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"exit_weight": -1}, "exit_weight=-1"),
         ({"learning_rate": 0}, "learning_rate=0"),
+        ({"learning_rate": float("inf")}, "learning_rate=inf must be a finite number"),
+        ({"exit_weight": "a"}, "exit_weight='a' must be a number"),
+        ({"exits": (2, 2)}, r"exits=\(2, 2\) has a layer twice"),
+        ({"dropout": None}, "dropout=None must be a number"),
+        ({"max_length": "a"}, "max_length='a' must be an int"),
+        ({"seed": -1}, "seed=-1 must be at least 0"),
+        ({"train_embeddings": "no"}, "train_embeddings='no' must be True or False"),
     ],
 )
 def test_what_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         train_early_exits(model_of(), answers(), tmp_path, EarlyExitConfig(**{**SMALL, **change}))
 
 

@@ -119,6 +119,20 @@ def test_goes_on_after_a_kill(model: Any, tmp_path: Path, monkeypatch: Any) -> N
     assert log.read_text() == (tmp_path / "whole.jsonl").read_text()
     with pytest.raises(ValueError, match="other texts"):
         find_skip_set(model, answers(20), times=TIMES, log=log, **{**options, "window": 3})
+    for other in (tiny.build("llama"), tiny.llama(num_hidden_layers=6)):
+        with pytest.raises(ValueError, match="is of a search on another model"):
+            find_skip_set(other, answers(), times=TIMES, log=log, **options)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["garbage", "[]", "3", '{"search": "x"}', '{"skip_set": {}, "acceptance": 7.0}', '{"a": 1}'],
+)
+def test_a_log_that_is_none(model: Any, tmp_path: Path, line: str) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"log='.*log.jsonl', line 1, is none of a search"):
+        find_skip_set(model, answers(), times=TIMES, log=log, texts=8, window=4, evaluations=5)
 
 
 def _stopping_after(most: int) -> Any:
@@ -156,6 +170,12 @@ def test_times_are_kept_with_what_was_tried(model: Any, tmp_path: Path) -> None:
 def test_what_cannot_be_searched(model: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_skip_set(model, answers(), times=TIMES, **{"evaluations": 3, **change})
+
+
+@pytest.mark.parametrize("seed", [None, -1, "a"])
+def test_what_is_no_seed(model: Any, seed: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="seed="):
+        find_skip_set(model, answers(), times=TIMES, texts=8, window=4, seed=seed)
 
 
 def test_a_model_in_training_mode_is_refused() -> None:
@@ -265,6 +285,19 @@ def test_a_file_says_what_was_found(found: FoundSkipSet, tmp_path: Path) -> None
     path.write_text(path.read_text().replace('"acceptance"', '"accept"'))
     with pytest.raises(ValueError, match="cannot be read"):
         read_skip_set(path)
+    written = json.loads(found.save(tmp_path / "drafts").read_text())
+    for name, value in (
+        ("speedup", "a"),
+        ("speedup", None),
+        ("speedup", float("nan")),
+        ("acceptance", "0.5"),
+        ("skip_set", {"attention": [-1], "mlp": []}),
+        ("times", {**written["times"], "more": 1}),
+        ("times", []),
+    ):
+        path.write_text(json.dumps({**written, name: value}))
+        with pytest.raises(ValueError, match=r"skip_set\.json cannot be read"):
+            read_skip_set(path)
     path.write_text("{}")
     with pytest.raises(ValueError, match="is no selfspec-skip-set of version 1"):
         read_skip_set(path)
@@ -288,6 +321,10 @@ def test_wrap_finds_it(model: Any, found: FoundSkipSet, tmp_path: Path, caplog: 
     assert selfspec.wrap(beside, "layer-skip")._drafter.skip_set == SILENT
     with pytest.raises(ValueError, match="was made for"):
         selfspec.wrap(tiny.build("llama"), "layer-skip", drafts=tmp_path)
+    for made in ("layer-skip", {"skip_set": found}), (selfspec.LayerSkipDrafter(found), None):
+        with pytest.raises(ValueError, match="was made for"):
+            selfspec.wrap(tiny.build("llama"), *made)
+    selfspec.wrap(model, selfspec.LayerSkipDrafter(found))
     with pytest.raises(ValueError, match="has no use with drafter='ngram'"):
         selfspec.wrap(model, "ngram", drafts={"skip_set": found})
     assert not caplog.records
