@@ -78,7 +78,7 @@ def pays(model: Any, prompts: list[torch.Tensor], args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, spec in specs.items():
         side, decoding = (np.diff([0.0, *values]) for values in zip(*spent[name], strict=True))
-        busy = side > 0
+        busy, last = side > 0, slice(-max(1, len(side) // 4), None)
         found[name] = {
             "says": list(spec.costs.notes.values()),
             "speed over plain": sum(seconds["plain"]) / sum(seconds[name]),
@@ -87,7 +87,7 @@ def pays(model: Any, prompts: list[torch.Tensor], args: Any) -> dict[str, Any]:
             _OVERHEAD: float(side[busy].sum() / decoding[busy].sum()) if busy.any() else 0.0,
             "share of step time over all": float(side.sum() / decoding.sum()),
             "share of step time in the last quarter": float(
-                side[-(-3 * len(side) // 4) :].sum() / decoding[-(-3 * len(side) // 4) :].sum()
+                side[last].sum() / decoding[last].sum()
             ),
         }
     return {"prompts": len(prompts), **found}

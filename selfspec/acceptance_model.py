@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _KEEP = 2048  # outcomes that count
-_EVERY = 32  # outcomes between two fits at least, and a quarter of those that are known
+_EVERY = 8  # outcomes between two fits at least, and a quarter of those that are known
 _PRIOR = 4.0  # weight of the belief before any outcome, in outcomes of even odds
 _STEPS = 8  # of Newton's method
 _LEAST = 1e-6  # of a probability

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from selfspec.model import SpeculativeModel
 
 _PREFIX = "acceptance of "
+_FEW = 50  # tokens, with which an error of a tenth is chance
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Calibration:
         parts = [f"{self.stats}", *self.notes]
         for part, found in self.reliability.items():
             error = f"expected calibration error {found.expected_calibration_error:.3f}"
-            parts.append(f"{part}: {error}\n{found}")
+            few = ", too few to say" if (count := sum(found.counts)) < _FEW else ""
+            parts.append(f"{part}: {error} over {count} tokens{few}\n{found}")
         return "\n".join(parts)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+DRIFT = "drift of lossy exits"  # the name of the one that a wrapper keeps
 _ALARM = 10_000.0
 
 

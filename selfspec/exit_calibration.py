@@ -9,8 +9,9 @@ else would not be one on that.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from selfspec.networks.exit import ExitNetwork
+
+logger = logging.getLogger("selfspec")
 
 THRESHOLDS = (
     *(0.99, 0.97, 0.95, 0.925, 0.9, 0.875, 0.85, 0.825, 0.8, 0.775, 0.75, 0.725, 0.7),
@@ -67,10 +70,10 @@ class ExitCalibration:
     exit_layers: tuple[int, ...]
     num_layers: int
     thresholds: tuple[float, ...]
-    losses: np.ndarray
-    disagreement: np.ndarray
-    given: np.ndarray
-    layers: np.ndarray
+    losses: np.ndarray = field(repr=False)
+    disagreement: np.ndarray = field(repr=False)
+    given: np.ndarray = field(repr=False)
+    layers: np.ndarray = field(repr=False)
     weights: dict[int, list[float]] | None
     guarantee: Guarantee | None
     advice: str = ""
@@ -102,7 +105,9 @@ class ExitCalibration:
 
     def __str__(self) -> str:
         """A table, and what is certified."""
-        lines = ["threshold  mean loss  disagreement  kept unseen  layers a token"]
+        lines = [
+            f"threshold  mean loss  disagreement  kept unseen  layers a token, of {self.num_layers}"
+        ]
         for k, threshold in enumerate(self.thresholds):
             loss, differs, given = (
                 part[:, k].mean() for part in (self.losses, self.disagreement, self.given)
@@ -187,6 +192,14 @@ def calibrate_exit(
     check_int("learn", learn, 0)
     if learn >= len(rows):
         raise ValueError(f"learn={learn}: there are {len(rows)} prompts; leave some to test on.")
+    least = prompts_needed(0.0, delta, epsilon)
+    if test == "hoeffding-bentkus" and least is not None and len(rows) - learn < least:
+        logger.warning(
+            "selfspec: %d prompts to test on are too few, even if nothing differs: %d would do%s.",
+            len(rows) - learn,
+            least,
+            f", and {learn} to learn from" if learn else "",
+        )
     _check_effect(probe, rows, max_new_tokens)
     weights = None
     if learn:

@@ -6,13 +6,13 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from selfspec.borrowing import borrowed
 from selfspec.config import SpecConfig
 from selfspec.controller import Controller, FixedBudget, OffSwitch
 from selfspec.costs import StepCosts
@@ -21,6 +21,7 @@ from selfspec.detours import option_of_call
 from selfspec.double import Call, adapter_obstacle, check_model, doubled
 from selfspec.drafters import CombinedDrafter, Drafter
 from selfspec.drafters.named import label, networks_for, resolve
+from selfspec.drift import DRIFT, DriftMonitor
 from selfspec.facade import Facade
 from selfspec.generation_options import other_loop
 from selfspec.kill_switch import why_off
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
 
 logger = logging.getLogger("selfspec")
-
-_BUSY: set[int] = set()  # ids of the drafters that requests are using
-_LOCK = threading.Lock()
 
 
 def wrap(
@@ -283,11 +281,12 @@ class SpeculativeModel(Facade):
             self.options,
             self.enabled,
             copy.deepcopy(self._drafts, memo) or None,
+            copy.copy(self.costs.kept.get(DRIFT)),
         )
 
     def __reduce__(self) -> Any:
-        drafts = self._drafts or None
-        return _restore, (self.model, self._drafter_argument, self.options, self.enabled, drafts)
+        parts = self.model, self._drafter_argument, self.options, self.enabled, self._drafts or None
+        return _restore, (*parts, self.costs.kept.get(DRIFT))
 
     # ------------------------------------------------------------------ decoding
 
@@ -337,7 +336,7 @@ class SpeculativeModel(Facade):
         generator = self._call.__dict__.pop("generator", None)
         stats = SpecStats(requests=1)
         try:
-            with self._borrowed_drafter() as drafter:
+            with borrowed(self._drafter, self._parts()) as drafter:
                 check_taps(drafter, self._target.architecture.num_layers)
                 drafter.reset()
                 return self._decoder.decode(
@@ -361,21 +360,6 @@ class SpeculativeModel(Facade):
             return OffSwitch(self.costs, most, getattr(self._drafter, "sizes_itself", False))
         return FixedBudget(most)
 
-    @contextmanager
-    def _borrowed_drafter(self) -> Iterator[Drafter]:
-        """The drafter, or a copy of it while another call (of any wrapper) has it."""
-        parts = {id(self._drafter), *(id(part) for part in self._parts())}
-        with _LOCK:
-            is_free = parts.isdisjoint(_BUSY)
-            if is_free:
-                _BUSY.update(parts)
-        try:
-            yield self._drafter if is_free else copy.copy(self._drafter)
-        finally:
-            if is_free:
-                with _LOCK:
-                    _BUSY.difference_update(parts)
-
     def _parts(self) -> Sequence[Drafter]:
         drafter = self._drafter
         return drafter.drafters if isinstance(drafter, CombinedDrafter) else [drafter]
@@ -393,8 +377,11 @@ def _restore(
     options: SpecConfig,
     enabled: bool,
     drafts: Mapping[str, nn.Module] | None,
+    drift: DriftMonitor | None = None,
 ) -> SpeculativeModel:
     """A wrapper from what `copy` and `pickle` keep of one."""
     spec = SpeculativeModel(model, drafter, options, drafts)
     spec.enabled = enabled
+    if drift is not None:  # what was not to be trusted is not to be trusted in a copy
+        spec.costs.kept[DRIFT] = drift
     return spec

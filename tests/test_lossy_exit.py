@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import selfspec
 from selfspec import LossyExitDrafter, TokenTree
 from selfspec.drafters import lossy_exit
 from selfspec.drafters.exit_watch import ExitWatch
-from selfspec.drift import DriftMonitor
+from selfspec.drift import DRIFT, DriftMonitor
 from tests.families import tiny
 from tests.networks import random_exit
 from tests.silent import silent
@@ -312,7 +313,7 @@ def test_short_answers_that_differ_raise_an_alarm() -> None:
     spec = selfspec.wrap(tiny.build("llama"), LossyExitDrafter(2, 0.0))
     for seed in range(40):
         spec.generate(**tiny.prompts(1, seed=seed), **{**GREEDY, "max_new_tokens": 9})
-    assert spec.costs.kept[lossy_exit.WORK].alarms == 1  # at 0.5 it keeps next to nothing
+    assert spec.costs.kept[DRIFT].alarms == 1  # at 0.5 it keeps next to nothing
     assert "the threshold is 0.5000 from here on" in repr(spec)
 
 
@@ -337,11 +338,11 @@ def test_text_that_drifts_becomes_exact(caplog: Any, monkeypatch: Any) -> None:
             spec.generate(**prompt, **GREEDY)
     assert caplog.text.count("more than 5 % of the tokens that an early exit gives differ") == 2
     assert "the threshold is 0.5000 from here on" in caplog.text
-    assert "the text is exact" in repr(spec)
+    assert "decoding is plain" in repr(spec)
     given = spec.stats.given
     assert spec.generate(**prompt, **GREEDY).equal(model.generate(**prompt, **GREEDY))
     assert spec.stats.given == given
-    monitor = spec.costs.kept[lossy_exit.WORK]
+    monitor = spec.costs.kept[DRIFT]
     assert monitor.alarms == 2
 
 
@@ -551,3 +552,24 @@ def test_numbers_of_numpy_are_numbers() -> None:
         LossyExitDrafter(2, weights=[1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="none of them infinite or NaN"):
         LossyExitDrafter(2, weights={2: [float("nan")] * 5})
+
+
+def test_a_copy_of_a_wrapper_knows_what_was_not_to_be_trusted() -> None:
+    model, prompt = copy.deepcopy(tiny.build("llama")), tiny.prompts(1)
+    spec = selfspec.wrap(model, LossyExitDrafter(2, 0.0))
+    monitor = DriftMonitor(0.05)
+    monitor.alarms = 3
+    spec.costs.kept[DRIFT] = monitor
+    plain = model.generate(**prompt, **GREEDY)
+    for other in (spec, copy.copy(spec), copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
+        assert other.generate(**prompt, **GREEDY).equal(plain)
+        assert (other.stats.given, other.stats.drafted) == (0, 0)
+    twice = copy.deepcopy(spec)
+    twice.costs.kept[DRIFT].alarms = 0
+    assert monitor.alarms == 3
+
+
+def test_too_few_prompts_are_said_at_once(caplog: Any) -> None:
+    selfspec.calibrate_exit(tiny.build("llama"), prompts(10), 2, max_new_tokens=5)
+    assert "8 prompts to test on are too few, even if nothing differs: 45 would do" in caplog.text
+    assert "array(" not in repr(selfspec.calibrate_exit(tiny.build("llama"), prompts(4), 2))

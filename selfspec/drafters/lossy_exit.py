@@ -19,19 +19,18 @@ from torch import Tensor
 from selfspec.acceptance_model import FEATURES, features, logistic
 from selfspec.drafters.early_exit import EarlyExitDrafter
 from selfspec.drafters.exit_cascade import draft_cascade
-from selfspec.drift import DriftMonitor
+from selfspec.drift import DRIFT, DriftMonitor
 from selfspec.options import check_int, check_probability
+from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
     from selfspec.architectures import Architecture
     from selfspec.drafters.candidates import Candidates
     from selfspec.networks.exit import ExitNetwork
     from selfspec.state import Acceptance, DecodeState, TargetOutput
-    from selfspec.tree import TokenTree
 
 logger = logging.getLogger("selfspec")
 
-WORK = "drift of lossy exits"  # in what is kept
 _EXACT = 3  # alarms after which nothing is kept unseen any more
 
 
@@ -49,7 +48,7 @@ class LossyExitDrafter(EarlyExitDrafter):
             one with a guarantee.
         max_exits: Most tokens in a row that are kept unseen.
         delta: Share of tokens that may differ. Where live text has more of them, the threshold is
-            raised, and after three such alarms the text is exact; both are logged. None: nobody
+            raised, and after three such alarms decoding is plain; both are logged. None: nobody
             watches.
         network: A trained exit, for one exit layer.
         weights: By exit layer, what makes the probability that the whole model agrees: weights of
@@ -81,7 +80,6 @@ class LossyExitDrafter(EarlyExitDrafter):
         if delta is not None and not 0 < delta < 1:
             raise ValueError(f"delta={delta} must be more than 0 and less than 1.")
         exits = _checked(exit_layers)
-        # Where the text has become exact, drafts are by the one exit, or by the best of all.
         single = exits[0] if len(exits) == 1 else None
         if len(exits) > 1 and network is not None:
             raise ValueError(f"exit_layers={exits}: a trained exit is for one of them.")
@@ -117,8 +115,8 @@ class LossyExitDrafter(EarlyExitDrafter):
         """A chain, and how much of it is to be kept."""
         alarms = self._alarms(state)
         self._before = list(state.length)
-        if alarms >= _EXACT:
-            return super().draft(state, budget)
+        if alarms >= _EXACT:  # plain decoding: an exit that is wrong so often is no draft either
+            return TokenTree.root_only(state.root)
         least = self._least(alarms)
 
         def judge(exit_layer: int, found: Candidates) -> Tensor:
@@ -154,7 +152,7 @@ class LossyExitDrafter(EarlyExitDrafter):
             self._warn(state, monitor)
 
     def _learns(self, state: DecodeState) -> bool:
-        return self._alarms(state) >= _EXACT and super()._learns(state)
+        return False
 
     def _alarms(self, state: DecodeState) -> int:
         monitor = self._monitor(state)
@@ -167,15 +165,15 @@ class LossyExitDrafter(EarlyExitDrafter):
     def _monitor(self, state: DecodeState) -> DriftMonitor | None:
         if self.delta is None:
             return None
-        found = state.costs.kept.get(WORK)
+        found = state.costs.kept.get(DRIFT)
         if not isinstance(found, DriftMonitor):
-            state.costs.kept[WORK] = found = DriftMonitor(self.delta)
+            state.costs.kept[DRIFT] = found = DriftMonitor(self.delta)
         return found
 
     def _warn(self, state: DecodeState, monitor: DriftMonitor) -> None:
         alarms = monitor.alarms
         what = (
-            "from here on the text is exact"
+            "from here on decoding is plain"
             if alarms >= _EXACT
             else f"the threshold is {self._least(alarms):.4f} from here on"
         )
@@ -183,7 +181,7 @@ class LossyExitDrafter(EarlyExitDrafter):
             f"more than {100 * monitor.delta:.0f} % of the tokens that an early exit gives differ "
             f"from the whole model's; {what}"
         )
-        state.costs.notes[WORK] = note
+        state.costs.notes[DRIFT] = note
         logger.warning("selfspec: %s.", note)
 
 
