@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.utils.logging import tqdm
 
+from selfspec.checkpoints.base_model import BaseModel
 from selfspec.config import SpecConfig
 from selfspec.drafters.exit_watch import ExitWatch
 from selfspec.drafters.lossy_exit import LossyExitDrafter
@@ -65,6 +66,7 @@ class ExitCalibration:
         guarantee: The loosest threshold that was certified; None if none was.
         advice: What to do if none was; else empty.
         network: The trained exit, if there was one.
+        base: The model.
     """
 
     exit_layers: tuple[int, ...]
@@ -78,6 +80,7 @@ class ExitCalibration:
     guarantee: Guarantee | None
     advice: str = ""
     network: ExitNetwork | None = None
+    base: BaseModel | None = field(default=None, repr=False)
 
     @property
     def layers_per_token(self) -> np.ndarray:
@@ -85,7 +88,7 @@ class ExitCalibration:
         return np.asarray(self.layers.mean(0))
 
     def drafter(self) -> LossyExitDrafter:
-        """What keeps tokens at the certified threshold, to be passed to `wrap`.
+        """What keeps tokens at the certified threshold, to be passed to `wrap` or saved.
 
         Live text is watched for tokens that differ; where losses were scores of the user's, which
         live text does not show, nobody watches.
@@ -95,13 +98,15 @@ class ExitCalibration:
         """
         if self.guarantee is None:
             raise ValueError(f"no threshold is certified: {self.advice}")
-        return LossyExitDrafter(
+        drafter = LossyExitDrafter(
             self.exit_layers,
             self.guarantee.threshold,
             delta=self.guarantee.delta if self.losses is self.disagreement else None,
             network=self.network,
             weights=self.weights,
         )
+        drafter.calibrated_for = self.base
+        return drafter
 
     def __str__(self) -> str:
         """A table, and what is certified."""
@@ -236,6 +241,7 @@ def calibrate_exit(
         guarantee=found,
         advice=advice if found is None else "",
         network=network,
+        base=BaseModel.of(model),
     )
 
 

@@ -60,9 +60,9 @@ def wrap(
     Args:
         model: A transformers decoder, as it is, with adapters of PEFT, or compiled (requests then
             run the code that was compiled, uncompiled).
-        drafter: "auto" (n-gram drafts, and those of a trained draft if there is one, with the off
-            switch), "ngram", "layer-skip", "early-exit", "heads", "feature", "mtp", "none", a
-            drafter, or a list of drafters whose drafts are merged.
+        drafter: "auto" (copies of texts, and those of a trained draft if there is one, with the off
+            switch), "suffix", "ngram", "layer-skip", "early-exit", "heads", "feature", "mtp",
+            "none", a drafter, or a list of drafters whose drafts are merged.
         drafts: Where trained drafts are: a folder, a repository on the Hugging Face Hub, or
             networks by kind ("feature", "heads", "exit"). None: in the folder `drafts` beside the
             model's weights, if it was loaded from a folder that has one.
@@ -161,11 +161,12 @@ class SpeculativeModel(Facade):
         if architecture.support == "none":
             return
         for drafter in self._parts():
-            made = getattr(drafter, "network", None) or getattr(drafter, "found", None)
-            if made is not None and made is not self._drafts.get("skip_set"):
-                from selfspec.checkpoints import check_made_for  # costs time only where needed
+            for name in ("network", "found", "calibrated_for"):
+                made = getattr(drafter, name, None)
+                if made is not None and made is not self._drafts.get("skip_set"):
+                    from selfspec.checkpoints import check_made_for  # costs time only where needed
 
-                check_made_for(made, self._decoder_model)
+                    check_made_for(made, self._decoder_model)
             if hasattr(drafter, "bind"):
                 drafter.bind(architecture)
         self._decoder = Decoder(self._target, self.options)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -555,7 +557,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_a_copy_of_a_wrapper_knows_what_was_not_to_be_trusted() -> None:
-    model, prompt = copy.deepcopy(tiny.build("llama")), tiny.prompts(1)
+    model, prompt = tiny.llama(), tiny.prompts(1)
     spec = selfspec.wrap(model, LossyExitDrafter(2, 0.0))
     monitor = DriftMonitor(0.05)
     monitor.alarms = 3
@@ -573,3 +575,64 @@ def test_too_few_prompts_are_said_at_once(caplog: Any) -> None:
     selfspec.calibrate_exit(tiny.build("llama"), prompts(10), 2, max_new_tokens=5)
     assert "8 prompts to test on are too few, even if nothing differs: 45 would do" in caplog.text
     assert "array(" not in repr(selfspec.calibrate_exit(tiny.build("llama"), prompts(4), 2))
+
+
+# ---------------------------------------------------------------------------- files
+
+
+def test_what_was_calibrated_is_saved_and_read(tmp_path: Path) -> None:
+    model = silent(range(3, 6), range(3, 6), layers=6)
+    levels = (0.95, 0.9)
+    found = selfspec.calibrate_exit(model, prompts(64), (1, 3), thresholds=levels)
+    assert found.drafter().save_pretrained(tmp_path / "exit") == tmp_path / "exit"
+    again = LossyExitDrafter.from_pretrained(tmp_path / "exit", model=model)
+    assert (again.exit_layers, again.threshold, again.delta) == ((1, 3), 0.9, 0.05)
+    prompt = tiny.prompts(1)
+    one, other = (selfspec.wrap(model, d) for d in (found.drafter(), again))
+    assert one.generate(**prompt, **GREEDY).equal(other.generate(**prompt, **GREEDY))
+    assert one.stats.given == other.stats.given > 0
+    stricter = LossyExitDrafter.from_pretrained(tmp_path / "exit", threshold=0.99, max_exits=2)
+    assert (stricter.threshold, stricter.max_draft_tokens) == (0.99, 2)
+    for refused in (
+        lambda: LossyExitDrafter.from_pretrained(tmp_path / "exit", model=tiny.build("llama")),
+        lambda: selfspec.wrap(tiny.build("llama"), again),
+    ):
+        with pytest.raises(ValueError, match="was made for"):
+            refused()
+    with pytest.raises(ValueError, match="base is missing"):
+        LossyExitDrafter(2).save_pretrained(tmp_path / "other")
+    LossyExitDrafter(2, 0.7, 3, None).save_pretrained(tmp_path / "other", base=model)
+    plain = LossyExitDrafter.from_pretrained(tmp_path / "other")
+    assert (plain.exit_layers, plain.threshold) == ((2,), 0.7)
+    assert (plain.max_draft_tokens, plain.delta, plain.weights) == (3, None, None)
+
+
+def test_options_are_saved_beside_a_trained_exit(tmp_path: Path) -> None:
+    model = tiny.build("llama")
+    drafter = LossyExitDrafter(threshold=0.7, max_exits=3, network=random_exit(64, tiny.VOCAB, 2))
+    drafter.save_pretrained(tmp_path, base=model)
+    again = LossyExitDrafter.from_pretrained(tmp_path, model=model)
+    assert (again.exit_layers, again.threshold, again.max_draft_tokens) == ((2,), 0.7, 3)
+    assert again.network is not None
+    (tmp_path / "lossy_exit.json").unlink()
+    assert LossyExitDrafter.from_pretrained(tmp_path).threshold == 0.95
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "x"}, "is no selfspec-lossy-exit of version 1"),
+        ({"more": 1}, "it must have"),
+        ({"weights": [1]}, "weights are not by exit layer"),
+        ({"weights": {"2": [1]}}, "weights has"),
+        ({"threshold": "a"}, "threshold='a' must be a number"),
+        ({"threshold": 7}, "threshold=7 must be a probability"),
+        ({"base": 3}, "base must be an object"),
+    ],
+)
+def test_broken_files(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    LossyExitDrafter(2).save_pretrained(tmp_path, base=tiny.build("llama"))
+    path = tmp_path / "lossy_exit.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises((TypeError, ValueError), match=message):
+        LossyExitDrafter.from_pretrained(tmp_path)

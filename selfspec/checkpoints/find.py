@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from selfspec.checkpoints.base_model import check_base
+from selfspec.checkpoints.base_model import BaseModel, check_base
 from selfspec.checkpoints.eagle import read_eagle
 from selfspec.checkpoints.folder import (
     CONFIG,
@@ -85,7 +85,7 @@ def load_all(
     Returns:
         Networks by kind.
     """
-    folder = _local(source)
+    folder = local(source)
     found: dict[Kind, nn.Module] = {}
     for place in _places(folder):
         network = _one(place, model, strict_base)
@@ -121,7 +121,7 @@ def find_drafts(
         ValueError: As `load`, for drafts that are named.
     """
     if drafts is not None:
-        folder = _local(drafts)
+        folder = local(drafts)
         skip_set = skip_set_in(folder, model, strict_base)
         if skip_set is not None and not _places(folder):
             return {"skip_set": skip_set}
@@ -149,16 +149,21 @@ def find_drafts(
     return found
 
 
-def check_made_for(made: nn.Module | FoundSkipSet, model: PreTrainedModel) -> None:
-    """Refuse a network, or what a search found, that is another model's.
+def has_network(folder: Path) -> bool:
+    """Whether a folder holds a trained draft."""
+    return bool(_places(folder))
+
+
+def check_made_for(made: nn.Module | FoundSkipSet | BaseModel, model: PreTrainedModel) -> None:
+    """Refuse a network, or what a search or calibration found, that is another model's.
 
     Raises:
         ValueError: If it is.
     """
-    if isinstance(made, FoundSkipSet):
-        check_base(made.base, model)
-    else:
+    if isinstance(made, nn.Module):
         check_network(made, model)
+    else:
+        check_base(made.base if isinstance(made, FoundSkipSet) else made, model)
 
 
 def check_network(network: nn.Module, model: PreTrainedModel) -> None:
@@ -244,7 +249,7 @@ def _is_medusa(folder: Path, config: dict[str, Any]) -> bool:
     return bool(named) or any(folder.glob(f"{STEM}.*"))
 
 
-def _local(source: str | PathLike[str]) -> Path:
+def local(source: str | PathLike[str]) -> Path:
     """The folder itself, or a copy of the repository."""
     folder = Path(source).expanduser()
     if folder.is_dir():

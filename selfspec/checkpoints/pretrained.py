@@ -124,7 +124,8 @@ class Pretrained:
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, base=base, **card)
             repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            if not api.file_exists(repo, MODEL_CARD):
+            has_network = (Path(folder) / CONFIG).is_file()
+            if has_network and not api.file_exists(repo, MODEL_CARD):
                 page = model_card(read_json(Path(folder) / CONFIG), repo)
                 (Path(folder) / MODEL_CARD).write_text(page, encoding="utf-8")
             commit = api.upload_folder(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,13 @@ from selfspec.options import check_int, check_probability
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
+    from os import PathLike
+
+    from transformers import PreTrainedModel
+    from typing_extensions import Self
+
     from selfspec.architectures import Architecture
+    from selfspec.checkpoints.base_model import BaseModel
     from selfspec.drafters.candidates import Candidates
     from selfspec.networks.exit import ExitNetwork
     from selfspec.state import Acceptance, DecodeState, TargetOutput
@@ -90,6 +97,7 @@ class LossyExitDrafter(EarlyExitDrafter):
         self.threshold = float(threshold)
         self.delta = delta
         self.weights = None if weights is None else _fitting(weights, self.exit_layers)
+        self.calibrated_for: BaseModel | None = None  # the model that threshold and weights fit
         self._before: list[int] = []  # length of every row when this request drafted last
 
     def bind(self, architecture: Architecture) -> None:
@@ -110,6 +118,86 @@ class LossyExitDrafter(EarlyExitDrafter):
                 f"exit_layers={list(self.exit_layers)}: this model's layers cannot be resumed, "
                 "which several exits ask for; name one."
             )
+
+    def save_pretrained(
+        self,
+        folder: str | PathLike[str],
+        *,
+        base: PreTrainedModel | BaseModel | None = None,
+        **card: Any,
+    ) -> Path:
+        """Write exits, threshold and weights to `lossy_exit.json`, and the network if there is one.
+
+        Args:
+            folder: Is made if need be.
+            base: The model; may be left out for what `calibrate_exit` found or was loaded.
+            **card: As for a trained draft, if there is a network.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ValueError: If the model is not known.
+        """
+        from selfspec.checkpoints.base_model import BaseModel
+        from selfspec.checkpoints.lossy_exits import write_lossy_exit
+
+        known = self.calibrated_for
+        if base is not None:
+            known = base if isinstance(base, BaseModel) else BaseModel.of(base)
+        if known is None:
+            raise ValueError("base is missing: pass the model that the threshold was found on.")
+        if self.network is not None:
+            super().save_pretrained(folder, base=base, **card)
+        own = {
+            "exit_layers": list(self.exit_layers),
+            "threshold": self.threshold,
+            "max_exits": self.max_draft_tokens,
+            "delta": self.delta,
+            "weights": None
+            if self.weights is None
+            else {layer: row.tolist() for layer, row in self.weights.items()},
+        }
+        return write_lossy_exit(own, Path(folder), known).parent
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | PathLike[str],
+        *,
+        model: PreTrainedModel | None = None,
+        strict_base: bool = True,
+        **options: Any,
+    ) -> Self:
+        """Load what `save_pretrained` wrote, or a trained exit alone.
+
+        Args:
+            source: A folder, or a repository on the Hugging Face Hub.
+            model: The model that it is for, to be checked at once; else `wrap` does.
+            strict_base: Whether what was found on another model is refused.
+            options: Of the drafter, in place of those that are saved.
+
+        Raises:
+            ValueError: If there is nothing of the kind, or it is of another model.
+        """
+        from selfspec.checkpoints.base_model import check_base
+        from selfspec.checkpoints.find import has_network, local
+        from selfspec.checkpoints.lossy_exits import FILE, read_lossy_exit
+
+        folder = local(source)
+        if not (folder / FILE).is_file():
+            return super().from_pretrained(folder, model=model, strict_base=strict_base, **options)
+        saved, base = read_lossy_exit(folder)
+        if model is not None:
+            check_base(base, model, strict_base)
+        options = {**saved, **options}
+        if not has_network(folder):
+            found = cls(**options)
+        else:
+            del options["exit_layers"]  # the network's
+            found = super().from_pretrained(folder, model=model, strict_base=strict_base, **options)
+        found.calibrated_for = base if strict_base else None
+        return found
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """A chain, and how much of it is to be kept."""
