@@ -18,6 +18,7 @@ from selfspec.drafters import (
     LossyExitDrafter,
     MtpDrafter,
     NGramDrafter,
+    SuffixDrafter,
 )
 from selfspec.exit_calibration import ExitCalibration, calibrate_exit
 from selfspec.metrics import SpecStats
@@ -46,6 +47,7 @@ __all__ = [
     "SpecStats",
     "SpeculativeModel",
     "Step",
+    "SuffixDrafter",
     "TargetOutput",
     "TokenTree",
     "calibrate",

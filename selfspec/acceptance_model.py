@@ -79,24 +79,29 @@ class Reliability:
 
 
 class AcceptanceModel:
-    """Of one drafter, kept by a wrapper across its requests."""
+    """Of one drafter, kept by a wrapper across its requests.
 
-    def __init__(self) -> None:
-        self.weights = _BELIEF.copy()
-        self._rows = np.zeros((_KEEP, len(_BELIEF)))
+    Args:
+        belief: Weights of the features before anything is known.
+    """
+
+    def __init__(self, belief: np.ndarray = _BELIEF) -> None:
+        self.belief = np.asarray(belief, float)
+        self.weights = self.belief.copy()
+        self._rows = np.zeros((_KEEP, len(belief)))
         self._outcomes = np.zeros(_KEEP)
         self._count = self._fitted = 0  # outcomes so far, and when the weights were fitted to them
         self._bins = np.zeros((_BINS, 3))  # predicted, observed, counts; of likeliest tokens
 
     def predict(self, found: np.ndarray) -> np.ndarray:
-        """Probabilities [...] of what `features` [..., 5] describe."""
+        """Probabilities [...] of what features [..., F] describe."""
         return logistic(found @ self.weights)
 
     def add(self, found: np.ndarray, accepted: np.ndarray) -> None:
         """Learn what became of the tokens of one place, whose predecessors had been accepted.
 
         Args:
-            found: [k, 5], as `features` described them; the likeliest first.
+            found: [k, F] features of each; the likeliest first.
             accepted: bool [k].
         """
         said = float(self.predict(found[0]))
@@ -129,7 +134,7 @@ class AcceptanceModel:
         pull = _PRIOR / 4 * np.maximum((rows**2).mean(0), 1e-3)
         for _ in range(_STEPS):
             said = logistic(rows @ weights)
-            slope = rows.T @ (said - outcomes) + pull * (weights - _BELIEF)
+            slope = rows.T @ (said - outcomes) + pull * (weights - self.belief)
             curve = (rows * (said * (1 - said))[:, None]).T @ rows + np.diag(pull)
             change = np.linalg.solve(curve, slope)
             weights = weights - change * min(1.0, 4.0 / max(float(np.abs(change).max()), 1e-9))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from selfspec.step import Step
 
+HISTORY = "history"  # texts of earlier requests, in what is kept
 # Until there are measurements: about what they are on hardware that multiplies matrices. Tokens
 # that a node and a draft step have to be good for, and what a level is worth over the mass of the
 # nodes that it starts from.
@@ -37,6 +38,7 @@ _NEW = 0.03  # how much one more level counts for
 # Drafts of sizes that are tried at first, each twice, so that the curve is known where it bends.
 _TRIED = (0, 1, 3, 7, 15)
 AGAIN = 16  # one step in so many tries half or twice the best size, one no in so many is a yes
+_POOLED = 0.5  # of the price of a node, from which a candidate of a pool is kept
 _FAR = 12  # nodes ahead that a price looks: one step up in the curve may be worth it
 _STEPS_ENOUGH = 8  # of one way of drafting, to know how fast it is
 # The machine has changed if so many steps took, in the median, so much more or less than others of
@@ -74,18 +76,23 @@ class StepCosts:
         self._levels: dict[tuple[int, str], deque[float]] = {}
         self._worths: dict[str, float] = {}
         self._sizes: dict[int, float] = {}
+        self._askings: dict[str, _Rate] = {}
         self._drafts: dict[tuple[int, str], deque[float]] = {}
         self._refused: dict[tuple[int, str], int] = {}
         self._ratios: dict[int, deque[float]] = {}
         self._beside = 0.0  # seconds of side work in the last step
         self._part = ""  # what drafts the step that is being made
         self._parts: dict[tuple[int, str], _Rate] = {}
-        self._first = 0  # draft tokens a row that are verified anyway
+        self._is_pool = False
 
-    def after(self, nodes: int) -> StepCosts:
-        """The same, where `nodes` draft tokens a row are verified anyway."""
+    def of_a_pool(self) -> StepCosts:
+        """The same for a drafter whose drafts are candidates beside those of others.
+
+        What is verified is chosen among all of them afterwards; so it gives also what would not
+        pay alone, as two that say the same of a token may be right where one is not enough.
+        """
         view = copy.copy(self)
-        view._first += nodes
+        view._is_pool = True
         return view
 
     # ---------------------------------------------------------------- measuring
@@ -201,7 +208,7 @@ class StepCosts:
 
         In the cheapest of larger trees: where the curve has a step, those behind it share its cost.
         """
-        usual = self._first + round(self._sizes.get(batch, 4.0))
+        usual = round(self._sizes.get(batch, 4.0))
         prices = self.verify_prices(batch, usual + _FAR)[usual:]
         return float(((prices[1:] - prices[0]) / np.arange(1, _FAR + 1)).min())
 
@@ -250,6 +257,10 @@ class StepCosts:
             self.notes.pop(name, None)
         return found
 
+    def forget_texts(self) -> None:
+        """Drop what drafters have kept of the texts of earlier requests."""
+        self.kept.pop(HISTORY, None)
+
     # ---------------------------------------------------------------- choosing
 
     def choose(self, batch: int, probable: Sequence[float], first: int = 0) -> int:
@@ -263,7 +274,10 @@ class StepCosts:
         Returns:
             0..len(probable): what gives most beyond its price, or a size whose time is wanted.
         """
-        most, first = len(probable), first + self._first
+        most = len(probable)
+        if self._is_pool:
+            least = _POOLED * self.node_price(batch)
+            return sum(value >= least for value in probable)
         tried = self._tried(batch)
         if tried is not None:
             return max(0, min(tried - first, most))
@@ -272,6 +286,33 @@ class StepCosts:
         size = self._sizes.get(batch, float(count))
         self._sizes[batch] = size + 0.1 * (first + count - size)
         return count
+
+    def gain(self, batch: int, probable: Sequence[float]) -> float:
+        """Tokens a row that the best number of some draft tokens gives beyond its price.
+
+        Args:
+            batch: B.
+            probable: See `choose`.
+        """
+        prices = self.verify_prices(batch, len(probable))
+        return float((np.cumsum([0.0, *probable]) - prices).max())
+
+    def record_asking(self, drafter: str, gain: float, rest: float) -> None:
+        """Add what a drafter gave beside others, and how probable it was that those were wrong."""
+        if self.adaptive and isfinite(gain) and rest > 0:
+            self._askings.setdefault(drafter, _Rate()).add(gain, rest)
+
+    def asking_pays(self, batch: int, drafter: str, rest: float) -> bool:
+        """Whether a drafter is worth its time beside others, by what it gave so far.
+
+        Args:
+            batch: B.
+            drafter: Its name.
+            rest: Probability that the first token of the others is wrong.
+        """
+        known = self._askings.get(drafter)
+        worth = known.value if known is not None and known.steps >= _STEPS_ENOUGH else 1.0
+        return rest * worth >= self.draft_price(batch, drafter)
 
     def looks_again(self, batch: int, what: str, every: int = AGAIN) -> bool:
         """Whether what does not pay is done all the same, to see whether it still does not.

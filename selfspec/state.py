@@ -103,12 +103,10 @@ class DecodeState:
         last = input_ids[:, -1] if self.prompt_length else input_ids.new_zeros(input_ids.shape[0])
         self.root = last.to(target.device, torch.int64)
 
-    def priced_after(self, nodes: int) -> DecodeState:
-        """The same to read, where `nodes` draft tokens a row are verified anyway."""
-        if nodes == 0:
-            return self
+    def of_a_pool(self) -> DecodeState:
+        """The same to read, for a drafter beside others; see `StepCosts.of_a_pool`."""
         view = copy.copy(self)
-        view.costs = self.costs.after(nodes)
+        view.costs = self.costs.of_a_pool()
         return view
 
     @property

@@ -7,12 +7,13 @@ parents, which acceptance walks, and as packed ancestor bits, which attention re
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from selfspec.topology import WORD_BITS, chain_topology, topology_of, words_of
+from selfspec.tree_rows import GrowingRow, Nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,9 @@ class TokenTree:
         given: int32 [B, N] or None. LOSSY: in requests that are plainly greedy, nodes with more
             than 0 are kept whatever the target says of them: the first of a chain, each drafted
             after so many layers. Only of drafters that say of themselves that they are lossy.
+        expected: float32 [B, N] or None. Probability that verification comes by each node, as the
+            drafter sees it: 1 at the root, no more than its parent's elsewhere. What a list of
+            drafters chooses by.
     """
 
     tokens: Tensor
@@ -60,6 +64,7 @@ class TokenTree:
     log_q: Tensor | None = None
     resume: Resume | None = None
     given: Tensor | None = None
+    expected: Tensor | None = None
     max_depth: int = field(default=-1)
     max_nodes: int = field(default=-1)
     max_children: int = field(default=-1)  # known wherever there is a log_q
@@ -93,6 +98,11 @@ class TokenTree:
             raise ValueError(
                 f"TokenTree.log_q must be [B, N, V] with B, N = {(batch, nodes)}, "
                 f"got {tuple(self.log_q.shape)}."
+            )
+        if self.expected is not None and tuple(self.expected.shape) != (batch, nodes):
+            raise ValueError(
+                f"TokenTree.expected must be [B, N] = {(batch, nodes)}, "
+                f"got {tuple(self.expected.shape)}."
             )
         # Host-side bounds; constructors know them, others pay one read.
         if self.max_depth < 0:
@@ -235,28 +245,38 @@ class TokenTree:
         if len(paths) == 1 and len(paths[0]) <= 1:  # the common case, without bookkeeping
             chain = list(paths[0][0]) if paths[0] else []
             return cls.chain(root, chain[: int(min(limit, len(chain)))])
-        host_root = root.tolist()
-        row_tokens, row_parents = [], []
-        for b, continuations in enumerate(paths):
-            tokens, parents = [host_root[b]], [-1]
-            children: dict[tuple[int, int], int] = {}
+        rows = [GrowingRow(token) for token in root.tolist()]
+        for row, continuations in zip(rows, paths, strict=True):
             for continuation in continuations:
                 node = 0
                 for token in continuation:
-                    child = children.get((node, token))
+                    child = row.child(node, token)
                     if child is None:
-                        if len(tokens) > limit:
+                        if len(row) > limit:
                             break
-                        child = len(tokens)
-                        children[node, token] = child
-                        tokens.append(token)
-                        parents.append(node)
+                        child = row.add(node, token)
                     node = child
-            row_tokens.append(tokens)
-            row_parents.append(parents)
-        nodes = max(map(len, row_tokens))
-        padded = [row + [row[0]] * (nodes - len(row)) for row in row_tokens]
-        return cls.from_topology(torch.tensor(padded, device=root.device), row_parents)
+        return cls.from_rows(root, [Nodes(row.tokens, row.parents, None) for row in rows])
+
+    @classmethod
+    def from_rows(cls, root: Tensor, rows: Sequence[Nodes]) -> TokenTree:
+        """A tree from what every row has on the host.
+
+        Args:
+            root: int64 [B]; says on which device the tree is.
+            rows: Of B rows. If the first says what it expects, all of them have to.
+        """
+        nodes = max(len(row.tokens) for row in rows)
+        padded = [row.tokens + [row.tokens[0]] * (nodes - len(row.tokens)) for row in rows]
+        expected = None
+        if rows[0].expected is not None:
+            values = [[*(row.expected or ()), *[0.0] * (nodes - len(row.tokens))] for row in rows]
+            expected = torch.tensor(values, dtype=torch.float32, device=root.device)
+        tokens = torch.tensor(padded, device=root.device)
+        if all(row.parents == list(range(-1, nodes - 1)) for row in rows):
+            return replace(cls.chain(root, tokens[:, 1:]), expected=expected)
+        topology = topology_of([row.parents for row in rows], nodes, root.device)
+        return cls(tokens=tokens, expected=expected, **topology)
 
     @classmethod
     def merge(cls, trees: Sequence[TokenTree], max_draft_tokens: int | None = None) -> TokenTree:
@@ -281,13 +301,22 @@ class TokenTree:
 
     # ---------------------------------------------------------------- views and checks
 
+    def rows(self) -> list[Nodes]:
+        """Every row's nodes, padding left out (reads the device)."""
+        counts, tokens, parents = self.num_nodes, self.tokens, self.parents
+        expected = [None] * self.batch if self.expected is None else self.expected.tolist()
+        return [
+            Nodes(ids[:count], above[:count], said and said[:count])
+            for count, ids, above, said in zip(
+                counts.tolist(), tokens.tolist(), parents.tolist(), expected, strict=True
+            )
+        ]
+
     def paths(self) -> list[list[list[int]]]:
         """Root-to-leaf token paths of every row, root not included (reads the device)."""
         result = []
-        for tokens, parents, count in zip(
-            self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist(), strict=True
-        ):
-            leaves = set(range(count)) - set(parents[:count])
+        for tokens, parents, _ in self.rows():
+            leaves = set(range(len(tokens))) - set(parents)
             row = []
             for leaf in sorted(leaves - {0}):
                 path, node = [], leaf
@@ -301,11 +330,9 @@ class TokenTree:
     def first_chains(self) -> TokenTree:
         """The first branch of every row alone (reads the device): from node to lowest child."""
         rows = []
-        for tokens, parents, count in zip(
-            self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist(), strict=True
-        ):
+        for tokens, parents, _ in self.rows():
             chain, node = [], 0
-            for n in range(1, count):
+            for n in range(1, len(tokens)):
                 if parents[n] == node:
                     chain.append(tokens[n])
                     node = n

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import selfspec
 from selfspec import NGramDrafter
@@ -74,12 +75,32 @@ def test_as_much_is_verified_as_pays() -> None:
         survival = MatchSurvival()
         after(survival, 2, right, 4, 400)
         for min_prob in (0.2, None):
-            state: Any = SimpleNamespace(batch=3, frozen=[False, True, True], costs=ASSUMED)
-            kept = NGramDrafter(1, min_prob=min_prob)._worthy(found[:2], survival, state)
-            assert [len(copied) for _, copied in kept[0]] == [expected]
-            assert kept[1] == []
-    everything = NGramDrafter(1, min_prob=0.0)._worthy(found, MatchSurvival(), state)
-    assert everything == found
+            rows = drafted([*found[:2], []], survival, min_prob, frozen=[False, True, True])
+            assert rows[0].tokens == [0, 7, 8, 9, 5][: 1 + expected]
+            path = survival.path(2, 4)[:expected].tolist()
+            assert rows[0].expected == pytest.approx([1.0, *path], rel=1e-5)
+            assert rows[1].tokens == [0]
+    every = drafted(found, MatchSurvival(), 0.0, frozen=[False] * 3)
+    assert [row.tokens for row in every] == [[0, 7, 8, 9, 5], [0], [0, 3, 4, 6]]
+    assert every[2].parents == [-1, 0, 1, 0]
+
+
+def drafted(found: Any, survival: MatchSurvival, min_prob: float | None, frozen: Any) -> list[Any]:
+    """Rows of the tree, where these are the matches."""
+    drafter = NGramDrafter(1, min_prob=min_prob, max_candidates=2)
+    rows = iter(found)
+    drafter.matches = lambda tokens, budget: next(rows)  # type: ignore[method-assign]
+    drafter._survival = survival
+    state: Any = SimpleNamespace(
+        batch=3,
+        frozen=frozen,
+        costs=ASSUMED,
+        root=torch.zeros(3, dtype=torch.int64),
+        length=[9] * 3,
+        tokens=lambda b: None,
+        room=lambda b: 50,
+    )
+    return drafter.draft(state, 20).rows()
 
 
 @pytest.mark.parametrize("adaptive", [True, False])

@@ -256,7 +256,7 @@ def test_costs_know_how_long_decoding_took() -> None:
     costs.record(step(nodes=1, accepted=0, seconds=9.0, is_prefill=True))
     assert costs.side.decoding == pytest.approx(2.25)
     assert costs.plain_seconds(1) == pytest.approx(0.5)
-    assert costs.after(3).side is costs.side
+    assert costs.of_a_pool().side is costs.side
 
 
 # ------------------------------------------------------------------------------- shares

@@ -129,7 +129,7 @@ def test_repr_and_log_line_say_what_runs(model: Any, caplog: pytest.LogCaptureFi
         spec = selfspec.wrap(model)
         selfspec.wrap(tiny.build("bloom"), drafter=[selfspec.NGramDrafter()])
     assert caplog.messages[0] == repr(spec)
-    assert "drafts: ngram" in repr(spec)
+    assert "drafts: suffix" in repr(spec)
     assert "off switch on" in repr(spec)
     assert "token trees" in repr(spec)
     assert "chains only (its forward takes no position_ids" in caplog.messages[1]

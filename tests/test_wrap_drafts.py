@@ -63,16 +63,16 @@ def test_auto_copies_and_drafts_with_the_best_there_is() -> None:
     model, drafts = tiny.build("llama"), networks()
     spec = selfspec.wrap(model, drafts=drafts)
     names = [type(part).__name__ for part in spec._drafter.drafters]
-    assert names == ["NGramDrafter", "FeatureDrafter"]
-    assert "ngram + FeatureDrafter (auto: trained for the model)" in repr(spec)
+    assert names == ["SuffixDrafter", "FeatureDrafter"]
+    assert "suffix + FeatureDrafter (auto: trained for the model)" in repr(spec)
     assert "off switch on" in repr(spec)
     del drafts["feature"]
-    assert "ngram + HeadsDrafter" in repr(selfspec.wrap(model, drafts=drafts))
+    assert "suffix + HeadsDrafter" in repr(selfspec.wrap(model, drafts=drafts))
 
 
 def test_an_exit_beside_the_model_takes_longer_than_a_copy_is_worth(tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder_of(tmp_path, ("exit",)))
-    assert "drafts: ngram (auto" in repr(selfspec.wrap(model))
+    assert "drafts: suffix (auto" in repr(selfspec.wrap(model))
     # Who names it is told so.
     with pytest.raises(ValueError, match=r"of kind exit.*has no use with drafter='auto'"):
         selfspec.wrap(model, drafts=tmp_path / "drafts")
@@ -87,14 +87,14 @@ def test_drafts_beside_the_model_are_found(
     model = LlamaForCausalLM.from_pretrained(folder)
     with caplog.at_level(logging.INFO, "selfspec"):
         spec = selfspec.wrap(model)
-    assert "ngram + FeatureDrafter" in caplog.text
+    assert "suffix + FeatureDrafter" in caplog.text
     prompt = tiny.prompts(1)
     plain = model.generate(**prompt, **GREEDY).tolist()
     assert spec.generate(**prompt, **GREEDY).tolist() == plain
     assert selfspec.wrap(model, "early-exit")._drafter.network is not None
     # Who names a folder gets that one, whatever lies beside the model.
     other = folder_of(tmp_path / "other", ("heads",)) / "drafts"
-    assert "ngram + HeadsDrafter" in repr(selfspec.wrap(model, drafts=other))
+    assert "suffix + HeadsDrafter" in repr(selfspec.wrap(model, drafts=other))
     # A copy and a pickle draft as the wrapper does.
     for again in (copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):
         assert repr(again) == repr(spec)
@@ -107,7 +107,7 @@ def test_drafts_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="base"):
         selfspec.wrap(other, drafts=drafts)
     spec = selfspec.wrap(other, drafts=drafts, strict_base=False)
-    assert "ngram + FeatureDrafter" in repr(spec)
+    assert "suffix + FeatureDrafter" in repr(spec)
     prompt = tiny.prompts(1)
     plain = other.generate(**prompt, **GREEDY).tolist()
     for same in (spec, copy.deepcopy(spec), pickle.loads(pickle.dumps(spec))):

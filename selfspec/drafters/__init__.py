@@ -9,6 +9,7 @@ from selfspec.drafters.lossy_exit import LossyExitDrafter
 from selfspec.drafters.mtp import MtpDrafter
 from selfspec.drafters.ngram import NGramDrafter
 from selfspec.drafters.protocol import Drafter
+from selfspec.drafters.suffix import SuffixDrafter
 
 __all__ = [
     "CombinedDrafter",
@@ -20,4 +21,5 @@ __all__ = [
     "LossyExitDrafter",
     "MtpDrafter",
     "NGramDrafter",
+    "SuffixDrafter",
 ]

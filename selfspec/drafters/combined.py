@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from selfspec.drafters.judge import Judge, judge_of
+from selfspec.drafters.pool import BELIEF, Pool
 from selfspec.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -15,14 +17,15 @@ if TYPE_CHECKING:
 
 
 class CombinedDrafter:
-    """Merges what several deterministic drafters propose into one tree; earlier ones have priority.
+    """Merges what several deterministic drafters propose into one tree: the best of all of it.
 
-    A drafter may say, by an attribute `promise`, how probable it is that the first token of what it
-    drafted last is right (the mean over rows). Later ones are not asked if the rest is worth less
-    than the time they take.
+    What is verified are the most probable nodes, by what each drafter expects
+    (`TokenTree.expected`) and how often it was right to, as many as pay by measured time. A later
+    drafter is not asked where the first token of the others is so probable that what is left to it
+    is worth less than the time it takes.
 
     Args:
-        drafters: At least one.
+        drafters: At least one, in the order in which they are asked.
 
     Raises:
         ValueError: If there is none, or one draws its tokens or is lossy.
@@ -42,6 +45,9 @@ class CombinedDrafter:
                     "siblings survive a merge would depend on the tokens that were drawn."
                 )
         self.drafters = list(drafters)
+        # Of a request: how far each of them is to be believed, and what they drafted last.
+        self._judges: list[Judge] = []
+        self._pool: Pool | None = None
 
     def __copy__(self) -> CombinedDrafter:
         """For a request beside another one: parts that remember a text are not shared."""
@@ -57,47 +63,57 @@ class CombinedDrafter:
         """Whether all of them do."""
         return all(getattr(d, "makes_valid_trees", False) for d in self.drafters)
 
-    @property
-    def sizes_itself(self) -> bool:
-        """Whether any of them chooses the size of its drafts."""
-        return any(getattr(d, "sizes_itself", False) for d in self.drafters)
+    sizes_itself = True  # by what pays, as measured
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
-        """One tree with the drafts of all that are worth asking, cut to the budget."""
-        trees, promise, nodes, costs = [], 0.0, 0, state.costs
-        for drafter in self.drafters:
-            name = type(drafter).__name__
-            is_dear = promise > 0 and 1.0 - promise < costs.draft_price(state.batch, name)
-            if is_dear and not costs.looks_again(state.batch, f"asking {name}"):
+        """One tree with the best of what all that are worth asking have drafted."""
+        costs, rows = state.costs, max(1, state.frozen.count(False))
+        if not self._judges:
+            self._judges = [
+                judge_of(costs, f"{name} in a list", BELIEF) for name in _names(self.drafters)
+            ]
+        self._pool = pool = Pool(state, self._judges)
+        beside, gained, promise = state.of_a_pool(), 0.0, 0.0
+        for at, (name, drafter) in enumerate(
+            zip(_names(self.drafters), self.drafters, strict=True)
+        ):
+            rest = 1.0 - promise
+            pays = not promise or costs.asking_pays(state.batch, name, rest)
+            if not pays and not costs.looks_again(state.batch, f"asking {name}"):
                 continue  # what is left to it is worth less than its time
             start = perf_counter()
-            trees.append(drafter.draft(state.priced_after(nodes), budget))
+            tree = drafter.draft(beside, budget)
             costs.record_draft(state.batch, name, perf_counter() - start)
-            promise = max(promise, _promise(drafter))
-            nodes += trees[-1].width - 1
-        return TokenTree.merge(trees, budget)
+            pool.add(at, tree)
+            before, gained = gained, costs.gain(state.batch, pool.ranked(rows))
+            if promise:
+                costs.record_asking(name, gained - before, rest)
+            promise = pool.promise(rows)
+        count = min(costs.choose(state.batch, pool.ranked(rows)), budget)
+        if not count:
+            return TokenTree.root_only(state.root)
+        return TokenTree.from_rows(state.root, pool.choose(count))
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
-        """Let all of them see."""
+        """Let all of them see, and learn who was right."""
+        if self._pool is not None:
+            if state.costs.adaptive:
+                self._pool.learn(state)
+            self._pool = None
         for drafter in self.drafters:
             drafter.observe(state, output, acceptance)
 
     def reset(self) -> None:
         """Let all of them forget."""
+        self._judges, self._pool = [], None
         for drafter in self.drafters:
             drafter.reset()
 
 
-def _promise(drafter: Drafter) -> float:
-    """What it says of its last draft; None is not known.
-
-    Raises:
-        TypeError: If it is something else than a number.
-    """
-    promise = getattr(drafter, "promise", None)
-    try:
-        return 0.0 if promise is None else float(promise)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{type(drafter).__name__}.promise is {promise!r}; it must be a probability, or None."
-        ) from None
+def _names(drafters: Sequence[Drafter]) -> list[str]:
+    """Their classes, numbered where there are several of one."""
+    names = [type(drafter).__name__ for drafter in drafters]
+    return [
+        name if names.count(name) == 1 else f"{name} {names[: at + 1].count(name)}"
+        for at, name in enumerate(names)
+    ]

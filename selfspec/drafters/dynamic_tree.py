@@ -126,6 +126,7 @@ class DynamicTree:
         parents = place.gather(1, torch.cat(self._parents, dim=1).gather(1, at) + 1)
         depth = self._depth_of(device)[at]
         tokens = torch.cat(self._tokens, dim=1).gather(1, at)
+        expected = scores.gather(1, at).exp().where(live, 0)
         first = torch.full((batch, 1), -1, dtype=torch.int64, device=device)
         parents = torch.cat([first, parents.where(live, -1)], dim=1)
         zero = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -135,6 +136,7 @@ class DynamicTree:
             depth=torch.cat([zero, depth.where(live, 0)], dim=1).int(),
             ancestors=ancestors_of(parents, self.levels),
             num_nodes=(kept + 1).int(),
+            expected=torch.nn.functional.pad(expected, (1, 0), value=1.0),
             max_depth=-1 if device.type == "cpu" else self.levels,
             max_nodes=count + 1,
         )

@@ -68,6 +68,14 @@ class Growth:
         """
         return None
 
+    def expected(self, counts: list[int] | None) -> Tensor | None:
+        """float32 [B, N] of the chain and its leaves, see `TokenTree`; None if it is not known.
+
+        Args:
+            counts: How many leaves every token of the chain has, as `leaves` said.
+        """
+        return None
+
     def learn(self, state: DecodeState) -> None:
         """See what became of the draft; `state` is committed."""
 
@@ -143,6 +151,16 @@ class MeasuredGrowth(Growth):
         count = self._costs.choose(self._batch, best, first=len(means))
         least = best[count - 1] if count else math.inf
         return [sum(probable >= least for probable in row) for row in means]
+
+    def expected(self, counts: list[int] | None) -> Tensor | None:
+        """See `Growth.expected`."""
+        if not self._each:
+            return None
+        ones = np.ones_like(self._each[0][:, :1])
+        chain = [each[:, :1] for each in self._each]
+        few = counts or [each.shape[1] - 1 for each in self._each]
+        leaves = [each[:, 1 : 1 + n] for each, n in zip(self._each, few, strict=True)]
+        return torch.from_numpy(np.concatenate([ones, *chain, *leaves], axis=1)).float()
 
     def learn(self, state: DecodeState) -> None:
         """Every token that came is an outcome, as long as the chain before it was right.

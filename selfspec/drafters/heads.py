@@ -20,6 +20,7 @@ from selfspec.drafters.static_tree import (
     Level,
     Path,
     StaticTree,
+    Table,
     assumed_accuracies,
     best_paths,
     check_paths,
@@ -136,9 +137,13 @@ class HeadsDrafter(Pretrained):
         if drawn:
             drafts, log_q = _drawn(network, hidden, shape, state, vocab_size)
             return shape.filled(state, drafts, log_q)
+        # A tree that was named may have ranks that nobody measured.
+        expected = products(self._table, paths) if self.tree is None else None
         if network.config.conditioned:
-            return shape.filled(state, _by_depth(network, hidden, shape, state))
-        return shape.filled(state, _at_once(network, hidden, shape))
+            drafts = _by_depth(network, hidden, shape, state)
+        else:
+            drafts = _at_once(network, hidden, shape)
+        return shape.filled(state, drafts, expected=expected)
 
     def _paths(self, budget: int, state: DecodeState, drawn: bool) -> tuple[Path, ...]:
         depth = self._depth
@@ -146,8 +151,7 @@ class HeadsDrafter(Pretrained):
             return tuple((0,) * d for d in range(1, min(depth, budget) + 1))
         if self.tree is not None:
             return self.tree[:budget]
-        table = self.network.accuracies or assumed_accuracies(depth)
-        table = tuple(row[: self._ranks] for row in table)
+        table = self._table
         # At least the best token is drafted, though it was never right.
         paths = best_paths(table, budget, self.min_prob or 0.0) or ((0,),)
         if self.min_prob is not None:
@@ -155,6 +159,12 @@ class HeadsDrafter(Pretrained):
         # Drawn by what is measured, a seed's text would be another one every time.
         costs = ASSUMED if drawn else state.costs
         return paths[: costs.choose(state.batch, products(table, paths))]
+
+    @property
+    def _table(self) -> Table:
+        """Rank accuracies, as they were measured or as they may be."""
+        table = self.network.accuracies or assumed_accuracies(self._depth)
+        return tuple(row[: self._ranks] for row in table)
 
     def observe(self, state: DecodeState, output: TargetOutput, acceptance: Acceptance) -> None:
         """Keep the state of every row whose logits gave its new root.

@@ -14,12 +14,14 @@ from selfspec.drafters.layer_skip import LayerSkipDrafter
 from selfspec.drafters.mtp import MtpDrafter
 from selfspec.drafters.ngram import NGramDrafter
 from selfspec.drafters.protocol import Drafter
+from selfspec.drafters.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
 _BY_NAME: dict[str, Callable[..., Drafter]] = {
+    "suffix": SuffixDrafter,
     "ngram": NGramDrafter,
     "layer-skip": LayerSkipDrafter,
     "early-exit": EarlyExitDrafter,
@@ -147,8 +149,8 @@ def _best_of(drafts: Drafts) -> Drafter:
     """Copies of the text, and the best of the trained drafts beside them."""
     for name in _AUTO:
         if name in drafts:
-            return CombinedDrafter([NGramDrafter(), _named(name, drafts)])
-    return NGramDrafter()
+            return CombinedDrafter([SuffixDrafter(), _named(name, drafts)])
+    return SuffixDrafter()
 
 
 def _check_name(name: str) -> None:
@@ -181,8 +183,8 @@ def label(argument: object, drafter: Drafter) -> str:
             is_trained = getattr(drafter, "network", None) is not None
             return argument + (" (trained)" if is_trained else "")
         if isinstance(drafter, CombinedDrafter):
-            return "ngram + " + label(None, drafter.drafters[1]) + " (auto: trained for the model)"
-        return "ngram (auto: the one that needs no training)"
+            return "suffix + " + label(None, drafter.drafters[1]) + " (auto: trained for the model)"
+        return "suffix (auto: the one that needs no training)"
     if isinstance(drafter, CombinedDrafter):
         return " + ".join(type(d).__name__ for d in drafter.drafters)
     return type(drafter).__name__

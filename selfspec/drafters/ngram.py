@@ -13,6 +13,7 @@ import numpy as np
 from selfspec.match_survival import MatchSurvival
 from selfspec.options import check_int, check_probability
 from selfspec.tree import TokenTree
+from selfspec.tree_rows import Nodes
 
 if TYPE_CHECKING:
     from selfspec.state import Acceptance, DecodeState, TargetOutput
@@ -70,7 +71,6 @@ class NGramDrafter:
         self.min_prob = min_prob
         # Of the request, once it has drafted; of the step, length of every row and what matched.
         self._survival: MatchSurvival | None = None
-        self.promise = 0.0
         self._proposed: list[tuple[int, list[Match]]] = []
 
     def __copy__(self) -> NGramDrafter:
@@ -89,38 +89,33 @@ class NGramDrafter:
             for b in range(state.batch)
         ]
         self._proposed = list(zip(state.length, found, strict=True))
-        self.promise = 0.0
-        if self.min_prob != 0 and any(found):
-            found = self._worthy(found, self._survival, state)
-        paths = [[copied for _, copied in row if copied] for row in found]
-        return TokenTree.from_paths(state.root, paths, budget)
-
-    def _worthy(
-        self, found: list[list[Match]], survival: MatchSurvival, state: DecodeState
-    ) -> list[list[Match]]:
-        """Of what followed the matches of every row, the tokens that are probable enough."""
+        if not any(found):
+            return TokenTree.root_only(state.root)
         probable = [
-            [survival.path(match, len(copied), not r) for r, (match, copied) in enumerate(row)]
+            [self._survival.path(m, len(copied), not r) for r, (m, copied) in enumerate(row)]
             for row in found
         ]
-        least = [self.min_prob] * len(found)
-        if self.min_prob is None:
-            best = [np.sort(np.concatenate([np.zeros(1), *row]))[:0:-1] for row in probable]
-            sums = np.zeros(max(map(len, best)))
-            for row in best:
-                sums[: len(row)] += row
-            rows = max(1, state.frozen.count(False))
-            count = state.costs.choose(state.batch, (sums / rows).tolist())
-            self.promise = sum(float(row[0]) for row in best if len(row) and count) / rows
-            # As many of every row, if it has so many.
-            least = [float(row[:count][-1]) if count and len(row) else np.inf for row in best]
-        return [
-            [
-                (match, copied[: int((path >= floor).sum())])
-                for (match, copied), path in zip(row, paths, strict=True)
-            ]
-            for row, paths, floor in zip(found, probable, least, strict=True)
+        least = self._least(probable, state)
+        rows = [
+            _row(token, [copied for _, copied in row], paths, floor, budget)
+            for token, row, paths, floor in zip(
+                state.root.tolist(), found, probable, least, strict=True
+            )
         ]
+        return TokenTree.from_rows(state.root, rows)
+
+    def _least(self, probable: list[list[np.ndarray]], state: DecodeState) -> list[float]:
+        """Of every row, the least probability of a token that is verified."""
+        if self.min_prob is not None:
+            return [self.min_prob] * len(probable)
+        best = [np.sort(np.concatenate([np.zeros(1), *row]))[:0:-1] for row in probable]
+        sums = np.zeros(max(map(len, best)))
+        for row in best:
+            sums[: len(row)] += row
+        rows = max(1, state.frozen.count(False))
+        count = state.costs.choose(state.batch, (sums / rows).tolist())
+        # As many of every row, if it has so many.
+        return [float(row[:count][-1]) if count and len(row) else np.inf for row in best]
 
     def continuations(self, tokens: np.ndarray, budget: int) -> list[list[int]]:
         """What followed earlier occurrences of the last tokens.
@@ -176,4 +171,19 @@ class NGramDrafter:
 
     def reset(self) -> None:
         """Forget the request before."""
-        self._survival, self._proposed, self.promise = None, [], 0.0
+        self._survival, self._proposed = None, []
+
+
+def _row(
+    root: int, copies: list[list[int]], paths: list[np.ndarray], least: float, budget: int
+) -> Nodes:
+    """The tree of copies, which differ in their first token, as far as they are probable enough."""
+    tokens, parents, expected = [root], [-1], [1.0]
+    for copied, path in zip(copies, paths, strict=True):
+        count = min(int((path >= least).sum()), budget + 1 - len(tokens))
+        if count < 1:
+            continue
+        parents += [0, *range(len(tokens), len(tokens) + count - 1)]
+        tokens += copied[:count]
+        expected += path[:count].tolist()
+    return Nodes(tokens, parents, expected)

@@ -150,7 +150,10 @@ def draft_chain(
     if log_q:  # of the last token and the leaves nothing was drawn
         known = torch.stack(log_q, dim=1)
         known = torch.nn.functional.pad(known, (0, 0, 0, tree.width - known.shape[1]))
-    return replace(tree, num_nodes=num_nodes, resume=resume, log_q=known)
+    expected = None if drawn else growth.expected(counts)
+    if expected is not None:  # leaves may be cut to the budget
+        expected = expected[:, : tree.width].to(device)
+    return replace(tree, num_nodes=num_nodes, resume=resume, log_q=known, expected=expected)
 
 
 def _with_leaves(

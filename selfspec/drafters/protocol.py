@@ -18,9 +18,9 @@ class Drafter(Protocol):
 
     Optional members: `sizes_itself` (True if it chooses how much to draft, by `state.costs`),
     `makes_valid_trees` (True if its trees need no check on a device), `is_lossy` (True if some of
-    its tokens are to be kept unseen, see `TokenTree.given`), `bind(architecture)` (called
-    when it is wrapped, to refuse a model that it does not fit), and `promise`, for
-    `CombinedDrafter`.
+    its tokens are to be kept unseen, see `TokenTree.given`), and `bind(architecture)` (called
+    when it is wrapped, to refuse a model that it does not fit). In a list of drafters, trees that
+    say how probable their nodes are (`TokenTree.expected`) are chosen from best.
     """
 
     @property

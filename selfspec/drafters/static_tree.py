@@ -155,7 +155,13 @@ class StaticTree:
     ranks: int
     rank_picks: Tensor
 
-    def filled(self, state: DecodeState, drafts: Tensor, log_q: Tensor | None = None) -> TokenTree:
+    def filled(
+        self,
+        state: DecodeState,
+        drafts: Tensor,
+        log_q: Tensor | None = None,
+        expected: Sequence[float] | None = None,
+    ) -> TokenTree:
         """The tree of every row.
 
         A row with less room has the first nodes, as many as it would get if it were alone.
@@ -164,6 +170,7 @@ class StaticTree:
             state: For roots and rooms.
             drafts: int64 [B, N - 1] tokens.
             log_q: See `TokenTree`.
+            expected: Likewise, of the nodes but the root, the same for every row.
         """
         batch, width, one = state.batch, self.one.width, self.one
         counts = [max(1, min(width, state.room(b))) for b in range(batch)]
@@ -171,8 +178,12 @@ class StaticTree:
             num_nodes = one.num_nodes.expand(batch)
         else:
             num_nodes = torch.tensor(counts, dtype=torch.int32, device=drafts.device)
+        said = None
+        if expected is not None:
+            said = torch.tensor([[1.0, *expected]], device=drafts.device).expand(batch, -1)
         return replace(
             one,
+            expected=said,
             tokens=torch.cat([state.root[:, None], drafts], dim=1),
             parents=one.parents.expand(batch, -1),
             depth=one.depth.expand(batch, -1),
