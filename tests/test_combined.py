@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -328,3 +330,19 @@ def test_all_together(family: str, rows: int, adaptive: bool) -> None:
     for _ in range(2):
         assert spec.generate(**prompt, max_new_tokens=40, do_sample=False).equal(plain)
     assert spec.stats.drafted > 0
+
+
+def test_a_copy_has_nothing_of_a_request_that_was_broken_off() -> None:
+    model, prompt = tiny.llama(), tiny.prompts(1)
+    drafter = CombinedDrafter([selfspec.SuffixDrafter(), selfspec.EarlyExitDrafter(1)])
+    spec = selfspec.wrap(model, drafter)
+    for at, _ in enumerate(spec.stream(**prompt, max_new_tokens=40, do_sample=False)):
+        if at == 5:
+            break
+    drafter._pool = Pool(state_of(ASSUMED), drafter._judges)
+    for other in (copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))):
+        assert other._pool is None
+        assert other._judges == other.drafters[0]._drafts == []
+        plain = model.generate(**prompt, max_new_tokens=20, do_sample=False)
+        found = selfspec.wrap(model, other).generate(**prompt, max_new_tokens=20, do_sample=False)
+        assert found.equal(plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from selfspec.drafters.judge import Judge, judge_of
 from selfspec.drafters.pool import BELIEF, Pool
@@ -52,6 +52,10 @@ class CombinedDrafter:
     def __copy__(self) -> CombinedDrafter:
         """For a request beside another one: parts that remember a text are not shared."""
         return CombinedDrafter([copy.copy(drafter) for drafter in self.drafters])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the request that is being decoded."""
+        return {**self.__dict__, "_judges": [], "_pool": None}
 
     @property
     def hidden_taps(self) -> Sequence[int]:

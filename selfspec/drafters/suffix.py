@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -95,6 +95,10 @@ class SuffixDrafter:
         new.__dict__.update(self.__dict__)
         new.reset()
         return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the request that is being decoded."""
+        return {**self.__dict__, "_judge": None, "_drafts": [], "_kept": set()}
 
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """A tree for every row that has a match and room, as far as that pays."""
