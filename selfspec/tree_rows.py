@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Nodes(NamedTuple):
@@ -41,3 +44,35 @@ class GrowingRow:
             self.tokens.append(token)
             self.parents.append(node)
         return found
+
+
+def ranked(expected: Sequence[np.ndarray], rows: int) -> list[float]:
+    """What the best, second best, ... nodes give a row, the root left out.
+
+    Args:
+        expected: Of every row, the probability [N] that verification comes by each node.
+        rows: How many rows the mean is over: those that still take tokens.
+    """
+    best = [np.sort(row[1:])[::-1] for row in expected]
+    sums = np.zeros(max(map(len, best)))
+    for row in best:
+        sums[: len(row)] += row
+    found: list[float] = (sums / rows).tolist()
+    return found
+
+
+def likeliest(tree: GrowingRow, expected: np.ndarray, count: int) -> Nodes:
+    """The `count` most probable nodes of a row, those without any probability left out.
+
+    Args:
+        tree: The row.
+        expected: [N], no more for a node than for its parent.
+        count: Most nodes, the root not counted.
+    """
+    # Parents are at least as probable and made before: with ties in order they come along.
+    order = np.argsort(-expected[1:], kind="stable")[:count] + 1
+    kept = [0, *sorted(node for node in order.tolist() if expected[node] > 0)]
+    place = {node: at for at, node in enumerate(kept)}
+    parents = [-1, *(place[tree.parents[node]] for node in kept[1:])]
+    tokens = [tree.tokens[node] for node in kept]
+    return Nodes(tokens, parents, expected[kept].tolist())

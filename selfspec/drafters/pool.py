@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from selfspec.drafters.judge import learn_from
-from selfspec.tree_rows import GrowingRow, Nodes
+from selfspec.tree_rows import GrowingRow, Nodes, likeliest, ranked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,25 +112,14 @@ class Pool:
 
     def ranked(self, rows: int) -> list[float]:
         """What the best, second best, ... candidates give a row, the mean over `rows` rows."""
-        best = [np.sort(expected[1:])[::-1] for expected in self.expected]
-        sums = np.zeros(max(map(len, best)))
-        for row in best:
-            sums[: len(row)] += row
-        return (sums / rows).tolist()
+        return ranked(self.expected, rows)
 
     def choose(self, count: int) -> list[Nodes]:
         """The `count` most probable candidates of every row."""
-        chosen = []
-        for row, expected in zip(self._rows, self.expected, strict=True):
-            # Parents are at least as probable and made before: with ties in order they come along.
-            order = np.argsort(-expected[1:], kind="stable")[:count] + 1
-            kept = [0, *sorted(node for node in order.tolist() if expected[node] > 0)]
-            place = {node: at for at, node in enumerate(kept)}
-            tree = row.tree
-            parents = [-1, *(place[tree.parents[node]] for node in kept[1:])]
-            tokens = [tree.tokens[node] for node in kept]
-            chosen.append(Nodes(tokens, parents, expected[kept].tolist()))
-        return chosen
+        return [
+            likeliest(row.tree, expected, count)
+            for row, expected in zip(self._rows, self.expected, strict=True)
+        ]
 
     def learn(self, state: DecodeState) -> None:
         """See what the text went on with; `state` is committed."""

@@ -19,7 +19,7 @@ from selfspec.drafters.judge import Judge, judge_of, learn_from
 from selfspec.history import History
 from selfspec.options import check_int, check_probability
 from selfspec.tree import TokenTree
-from selfspec.tree_rows import GrowingRow, Nodes
+from selfspec.tree_rows import GrowingRow, likeliest, ranked
 
 if TYPE_CHECKING:
     from selfspec.state import Acceptance, DecodeState, TargetOutput
@@ -114,13 +114,11 @@ class SuffixDrafter:
         ]
         count = budget
         if self.min_prob is None:
-            best = [np.sort(draft.expected[1:])[::-1] for draft in self._drafts]
-            sums = np.zeros(max(map(len, best)))
-            for row in best:
-                sums[: len(row)] += row
             rows = max(1, state.frozen.count(False))
-            count = min(state.costs.choose(state.batch, (sums / rows).tolist()), budget)
-        return TokenTree.from_rows(state.root, [_best(draft, count) for draft in self._drafts])
+            given = ranked([draft.expected for draft in self._drafts], rows)
+            count = min(state.costs.choose(state.batch, given), budget)
+        rows_chosen = [likeliest(draft.tree, draft.expected, count) for draft in self._drafts]
+        return TokenTree.from_rows(state.root, rows_chosen)
 
     def _earlier(self, state: DecodeState) -> History:
         """Earlier texts; none where calls are to be repeatable."""
@@ -265,16 +263,3 @@ def longest_match(
             break
         ends, length = longer, length + 1
     return length, ends
-
-
-def _best(draft: _Draft, count: int) -> Nodes:
-    """The `count` most probable nodes."""
-    order = np.argsort(-draft.expected[1:], kind="stable")[:count] + 1
-    kept = [0, *sorted(order.tolist())]
-    place = {node: at for at, node in enumerate(kept)}
-    tree = draft.tree
-    return Nodes(
-        [tree.tokens[node] for node in kept],
-        [-1, *(place[tree.parents[node]] for node in kept[1:])],
-        draft.expected[kept].tolist(),
-    )
