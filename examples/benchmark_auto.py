@@ -76,6 +76,8 @@ def tasks(model: Any, prompts: list[tuple[str, Any]], args: Any) -> dict[str, An
     for run, options in [(model.generate, {}), *runs.values()]:
         for _, inputs in prompts[:: max(1, len(prompts) // 3)]:
             timed(run, inputs, max_new_tokens=16, **options)
+    for spec in specs.values():
+        spec.costs.forget_texts()  # beginnings of answers that are still to be measured
     rows = []
     for at, (task, inputs) in enumerate(prompts):
         for name in ("auto", "suffix"):
@@ -159,6 +161,7 @@ def batches(model: Any, prompts: list[tuple[str, Any]], args: Any) -> dict[str, 
                 mask[b, longest - len(row) :] = 1
             inputs = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
             first, _ = timed(model.generate, inputs, max_new_tokens=args.tokens)
+            spec.costs.forget_texts()  # other batches have the same prompts
             mine, _ = timed(spec.generate, inputs, max_new_tokens=args.tokens)
             last, _ = timed(model.generate, inputs, max_new_tokens=args.tokens)
             if at:

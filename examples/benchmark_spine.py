@@ -48,9 +48,15 @@ def encode(tokenizer: Any) -> list[tuple[str, str, Any]]:
 def methods(model: Any) -> dict[str, Callable[..., torch.Tensor]]:
     """Fresh wrappers; "selfspec" is `wrap(model)` as a user would call it."""
     spec, bare = selfspec.wrap(model), selfspec.wrap(model, drafter="none")
+
+    def speculate(**kwargs: Any) -> torch.Tensor:
+        spec.costs.forget_texts()  # the answer of the round before would be copied whole
+        out: torch.Tensor = spec.generate(**kwargs)
+        return out
+
     return {
         "plain": model.generate,
-        "selfspec": spec.generate,
+        "selfspec": speculate,
         "no-drafts": bare.generate,
         "prompt-lookup": lambda **kw: model.generate(**kw, prompt_lookup_num_tokens=8),
     }

@@ -58,6 +58,7 @@ def main() -> None:
     model.generate(**options)
     speed: dict[str, list[float]] = {"plain": [], "selfspec": []}
     for i in range(ROUNDS):
+        spec.costs.forget_texts()  # the answer of the round before would be copied whole
         for name, generate in (("plain", model.generate), ("selfspec", spec.generate)):
             seconds, ids = timed(generate, options)
             answer = ids[0, prompt_tokens:]
