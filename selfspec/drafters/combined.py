@@ -31,6 +31,8 @@ class CombinedDrafter:
         ValueError: If there is none, or one draws its tokens or is lossy.
     """
 
+    sizes_itself = True  # by what pays, as measured
+
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
             raise ValueError("drafter=[] has no drafter; use drafter='none' to decode plainly.")
@@ -45,6 +47,7 @@ class CombinedDrafter:
                     "siblings survive a merge would depend on the tokens that were drawn."
                 )
         self.drafters = list(drafters)
+        self._names = _names(self.drafters)
         # Of a request: how far each of them is to be believed, and what they drafted last.
         self._judges: list[Judge] = []
         self._pool: Pool | None = None
@@ -67,20 +70,14 @@ class CombinedDrafter:
         """Whether all of them do."""
         return all(getattr(d, "makes_valid_trees", False) for d in self.drafters)
 
-    sizes_itself = True  # by what pays, as measured
-
     def draft(self, state: DecodeState, budget: int) -> TokenTree:
         """One tree with the best of what all that are worth asking have drafted."""
         costs, rows = state.costs, max(1, state.frozen.count(False))
         if not self._judges:
-            self._judges = [
-                judge_of(costs, f"{name} in a list", BELIEF) for name in _names(self.drafters)
-            ]
+            self._judges = [judge_of(costs, f"{name} in a list", BELIEF) for name in self._names]
         self._pool = pool = Pool(state, self._judges)
         beside, gained, promise = state.of_a_pool(), 0.0, 0.0
-        for at, (name, drafter) in enumerate(
-            zip(_names(self.drafters), self.drafters, strict=True)
-        ):
+        for at, (name, drafter) in enumerate(zip(self._names, self.drafters, strict=True)):
             rest = 1.0 - promise
             pays = not promise or costs.asking_pays(state.batch, name, rest)
             if not pays and not costs.looks_again(state.batch, f"asking {name}"):

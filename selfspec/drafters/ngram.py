@@ -13,7 +13,7 @@ import numpy as np
 from selfspec.match_survival import MatchSurvival
 from selfspec.options import check_int, check_probability
 from selfspec.tree import TokenTree
-from selfspec.tree_rows import Nodes
+from selfspec.tree_rows import Nodes, ranked
 
 if TYPE_CHECKING:
     from selfspec.state import Acceptance, DecodeState, TargetOutput
@@ -108,12 +108,10 @@ class NGramDrafter:
         """Of every row, the least probability of a token that is verified."""
         if self.min_prob is not None:
             return [self.min_prob] * len(probable)
-        best = [np.sort(np.concatenate([np.zeros(1), *row]))[:0:-1] for row in probable]
-        sums = np.zeros(max(map(len, best)))
-        for row in best:
-            sums[: len(row)] += row
+        expected = [np.concatenate([np.ones(1), *row]) for row in probable]
         rows = max(1, state.frozen.count(False))
-        count = state.costs.choose(state.batch, (sums / rows).tolist())
+        count = state.costs.choose(state.batch, ranked(expected, rows))
+        best = [np.sort(row[1:])[::-1] for row in expected]
         # As many of every row, if it has so many.
         return [float(row[:count][-1]) if count and len(row) else np.inf for row in best]
 
