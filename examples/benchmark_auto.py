@@ -2,17 +2,19 @@
 
     python examples/benchmark_auto.py --prompts prompts.jsonl --output auto.json
 
-Three parts. `tasks`: every method on every prompt in one process, prompt by prompt, in turns, plain
+Four parts. `tasks`: every method on every prompt in one process, prompt by prompt, in turns, plain
 `generate` before and after (their mean counts); speed-ups by task, and the slowest prompt. `wrong`:
-a drafter that is never right. `batches`: batches of prompts of one length. Texts are checked as in
-`benchmark_drafts.py`. The wrappers of `"auto"` and `"suffix"` remember earlier prompts of the same
-run, as they do in use; `--fresh` drops what they remember before every prompt.
+a drafter that is never right. `batches`: batches of prompts. `oracle`: the same drafts as whoever
+knew which are right would have used them, and what the simulator says of the controller. Texts are
+checked as in `benchmark_drafts.py`. The wrappers of `"auto"` and `"suffix"` remember earlier
+prompts of the same run, as they do in use; `--fresh` drops what they remember before every prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import demo_model
 import selfspec
 from benchmark_drafts import DRAFTERS, chosen, earlier, encoded
 from benchmark_spine import first_difference, machine, no_end_of_sequence
+from selfspec import simulate
 
 ALONE = ("suffix", "ngram", *DRAFTERS)
 # Options of transformers' generate, as its documentation has them.
@@ -131,15 +134,20 @@ def wrong(model: Any, prompts: list[tuple[str, Any]], args: Any) -> dict[str, An
     ratios = []
     for _, inputs in prompts[: args.wrong]:
         spec.costs = type(spec.costs)(spec.options.adaptive)  # as if it had never met the drafter
+
+        def plain_step(inputs: Any = inputs) -> float:
+            few, _ = timed(model.generate, inputs, max_new_tokens=_SETTLED + 1)
+            whole, _ = timed(model.generate, inputs, max_new_tokens=args.tokens)
+            return (whole - few) / (args.tokens - _SETTLED - 1)
+
+        before = plain_step()
         seconds = [
             sum(step.seconds.values())
             for step in spec.stream(**inputs, max_new_tokens=args.tokens, do_sample=False)
         ]
-        few, _ = timed(model.generate, inputs, max_new_tokens=_SETTLED + 1)
-        whole, _ = timed(model.generate, inputs, max_new_tokens=args.tokens)
+        after = plain_step()
         mine = sum(seconds[_SETTLED + 1 :]) / len(seconds[_SETTLED + 1 :])
-        theirs = (whole - few) / (args.tokens - _SETTLED - 1)
-        ratios.append(theirs / mine)
+        ratios.append((before + after) / 2 / mine)
         print(f"never right: {ratios[-1]:.3f}x", flush=True)
     return {"speed after the first 20 steps": sorted(ratios)[len(ratios) // 2], "each": ratios}
 
@@ -171,7 +179,54 @@ def batches(model: Any, prompts: list[tuple[str, Any]], args: Any) -> dict[str, 
     return found
 
 
-PARTS = {"tasks": tasks, "wrong": wrong, "batches": batches}
+def oracle(model: Any, prompts: list[tuple[str, Any]], args: Any) -> dict[str, Any]:
+    """What an oracle makes of the same drafts, and what the simulator says of `"auto"`."""
+    live, looking = (selfspec.wrap(model, drafts=args.drafts) for _ in range(2))
+    warm = selfspec.wrap(model, drafts=args.drafts)
+    for run in (model.generate, warm.generate):
+        timed(run, prompts[0][1], max_new_tokens=16)
+    rows, paths = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for at, (task, inputs) in enumerate(prompts):
+            paths += [Path(folder, f"{at} {kind}.jsonl") for kind in ("steps", "everywhere")]
+            first, _ = timed(model.generate, inputs, max_new_tokens=args.tokens)
+            with live.trace(paths[-2]):
+                mine, _ = timed(live.generate, inputs, max_new_tokens=args.tokens)
+            last, _ = timed(model.generate, inputs, max_new_tokens=args.tokens)
+            with looking.trace(paths[-1], every_position=True):
+                timed(looking.generate, inputs, max_new_tokens=args.tokens)
+            rows.append({"task": task, "plain": (first + last) / 2, "auto": mine})
+            print(f"{at + 1:3} {task:14} {rows[-1]['plain'] / mine:.2f}x", flush=True)
+        trace = simulate.read(*paths)
+    steps = [request for request in trace.requests if not request.about["every_position"]]
+    bounds = simulate.oracle(trace)
+    knowing = simulate.oracle(trace, branches=True)["together"]
+    replayed = simulate.replay(trace)
+    for at, row in enumerate(rows):
+        row["auto, the loop alone"] = steps[at].prefill + steps[at].seconds
+        row["oracle"] = {name: seconds[at] for name, seconds in bounds.items()}
+        row["oracle of branches"] = knowing[at]
+        row["simulated"] = replayed[at].seconds
+    summary = {}
+    for task in [*dict.fromkeys(row["task"] for row in rows), "all"]:
+        own: list[dict[str, Any]] = [row for row in rows if task in ("all", row["task"])]
+        plain, mine = sum(row["plain"] for row in own), sum(row["auto"] for row in own)
+        loop = sum(row["auto, the loop alone"] for row in own)
+        best = {name: sum(row["oracle"][name] for row in own) for name in bounds}
+        simulated = sum(row["simulated"] for row in own)
+        summary[task] = {
+            "auto": plain / mine,
+            "simulated": best["plain"] / simulated,
+            "simulated over measured": best["plain"] / simulated / (plain / mine),
+            "share of the oracle": best["together"] / loop,
+            "share of the oracle of branches": sum(r["oracle of branches"] for r in own) / loop,
+            **{f"oracle: {name}": best["plain"] / best[name] for name in best if name != "plain"},
+        }
+        print(task, {name: round(value, 3) for name, value in summary[task].items()}, flush=True)
+    return {"summary": summary, "rows": rows}
+
+
+PARTS = {"tasks": tasks, "wrong": wrong, "batches": batches, "oracle": oracle}
 
 
 def table(result: dict[str, Any]) -> str:

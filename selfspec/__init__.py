@@ -6,6 +6,7 @@ C hidden size.
 
 __version__ = "0.1.0"
 
+from selfspec import simulate
 from selfspec.calibration import Calibration, calibrate
 from selfspec.config import SpecConfig
 from selfspec.drafters import (
@@ -52,5 +53,6 @@ __all__ = [
     "TokenTree",
     "calibrate",
     "calibrate_exit",
+    "simulate",
     "wrap",
 ]

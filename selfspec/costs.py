@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 from collections import deque
 from math import isfinite
-from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from selfspec.match_survival import MatchSurvival
+from selfspec.recent import Rate, lately
 from selfspec.side_work import SideWork
 from selfspec.verify_times import VerifyTimes
 
@@ -61,6 +62,7 @@ class StepCosts:
         side: The accounts of what drafters measure beside decoding.
         kept: What drafters have found out, by names of theirs.
         notes: What is to be said of it, likewise; part of the wrapper's `repr`.
+        now: The clock, in seconds; a simulation has its own.
     """
 
     def __init__(self, adaptive: bool = True, keep: int = 15) -> None:
@@ -71,19 +73,20 @@ class StepCosts:
         self.kept: dict[str, Any] = {}
         self.notes: dict[str, str] = {}
         self._seconds: dict[tuple[int, int], deque[float]] = {}
-        self._rates: dict[int, _Rate] = {}
+        self._rates: dict[int, Rate] = {}
         self._verifies: dict[int, VerifyTimes] = {}
         self._levels: dict[tuple[int, str], deque[float]] = {}
         self._worths: dict[str, float] = {}
         self._sizes: dict[int, float] = {}
-        self._askings: dict[str, _Rate] = {}
+        self._askings: dict[str, Rate] = {}
         self._drafts: dict[tuple[int, str], deque[float]] = {}
         self._refused: dict[tuple[int, str], int] = {}
         self._ratios: dict[int, deque[float]] = {}
         self._beside = 0.0  # seconds of side work in the last step
         self._part = ""  # what drafts the step that is being made
-        self._parts: dict[tuple[int, str], _Rate] = {}
-        self._is_pool = False
+        self.now: Callable[[], float] = perf_counter
+        self._parts: dict[tuple[int, str], Rate] = {}
+        self._is_pool = self._is_onlooker = False
 
     def of_a_pool(self) -> StepCosts:
         """The same for a drafter whose drafts are candidates beside those of others.
@@ -95,11 +98,17 @@ class StepCosts:
         view._is_pool = True
         return view
 
+    def of_an_onlooker(self) -> StepCosts:
+        """The same for steps that are made to look at drafts: their time does not count."""
+        view = copy.copy(self)
+        view._is_onlooker = True
+        return view
+
     # ---------------------------------------------------------------- measuring
 
     def record(self, step: Step) -> None:
         """Add a step of the loop."""
-        if step.is_prefill:
+        if step.is_prefill or self._is_onlooker:
             return
         batch, seconds = len(step.tokens), sum(step.seconds.values())
         self.side.decoding += seconds
@@ -117,9 +126,9 @@ class StepCosts:
         if not moving:
             return
         gained = sum(moving) / len(moving)
-        self._rates.setdefault(batch, _Rate()).add(gained, seconds)
+        self._rates.setdefault(batch, Rate()).add(gained, seconds)
         if part and step.num_nodes > 1:
-            rate = self._parts.setdefault((batch, part), _Rate())
+            rate = self._parts.setdefault((batch, part), Rate())
             rate.add(gained, seconds - self._beside)
         self._verifies.setdefault(batch, VerifyTimes(self.keep)).add(step.num_nodes, after_draft)
 
@@ -129,7 +138,7 @@ class StepCosts:
             return False
         ratios = self._ratios.setdefault(batch, deque(maxlen=_CHANGED))
         ratios.append(seconds / max(float(times.seconds(nodes)[-1]), 1e-9))
-        usual = _usual(ratios, least=_CHANGED)
+        usual = lately(ratios, least=_CHANGED)
         return usual is not None and not 1 / _FACTOR < usual < _FACTOR
 
     def _forget(self, batch: int) -> None:
@@ -169,7 +178,7 @@ class StepCosts:
 
     def wasted(self, step: Step) -> float:
         """Plain steps that the draft of a step took whose nodes were all found too dear."""
-        plain = _usual(self._seconds.get((len(step.tokens), 1)))
+        plain = lately(self._seconds.get((len(step.tokens), 1)))
         if step.num_nodes > 1 or plain is None:
             return 0.0
         return max(step.seconds.get("draft", 0.0) - self._beside, 0.0) / plain
@@ -179,11 +188,11 @@ class StepCosts:
 
         Sizes share a bucket up to the next power of two.
         """
-        plain = _usual(self._seconds.get((batch, 1)))
+        plain = lately(self._seconds.get((batch, 1)))
         if plain is None:
             return None
         # The first of a shape includes its set-up.
-        measured = _usual(self._seconds.get((batch, _bucket(nodes))), least=1 if nodes == 1 else 2)
+        measured = lately(self._seconds.get((batch, _bucket(nodes))), least=1 if nodes == 1 else 2)
         if measured is None:
             # A cautious guess until then: verification is nearly flat in the number of nodes.
             return 1.2 + 0.01 * batch * nodes
@@ -214,19 +223,19 @@ class StepCosts:
 
     def level_price(self, batch: int, drafter: str) -> float:
         """What one more draft step of a drafter costs, nodes not counted."""
-        rate, usual = self._rate(batch), _usual(self._levels.get((batch, drafter)), least=3)
+        rate, usual = self._rate(batch), lately(self._levels.get((batch, drafter)), least=3)
         if rate is None or usual is None:
             return _LEVEL
         return max(rate * usual, _LEAST)
 
     def draft_price(self, batch: int, drafter: str) -> float:
         """What a draft of a drafter costs, nodes not counted; 0 while it is not known."""
-        rate, usual = self._rate(batch), _usual(self._drafts.get((batch, drafter)), least=3)
+        rate, usual = self._rate(batch), lately(self._drafts.get((batch, drafter)), least=3)
         return 0.0 if rate is None or usual is None else rate * usual
 
     def plain_seconds(self, batch: int) -> float | None:
         """Of a step without a draft; None if there was none."""
-        return _usual(self._seconds.get((batch, 1)))
+        return lately(self._seconds.get((batch, 1)))
 
     def verify_ratios(self, batch: int, most: int) -> np.ndarray | None:
         """Time of verifying 1..`most` nodes a row over that of one; None if it is not known."""
@@ -236,13 +245,18 @@ class StepCosts:
         seconds = times.seconds(most)
         return np.asarray(seconds / max(float(seconds[0]), 1e-9))
 
+    def verify_points(self, batch: int) -> list[list[float]]:
+        """Sizes and times that were measured: nodes a row and seconds, neither falling."""
+        times = self._verifies.get(batch)
+        return [] if times is None else times.points()
+
     def worth_of_mass(self, drafter: str) -> float:
         """What a level of a drafter's is worth, over the mass of the nodes it starts from."""
         return self._worths.get(drafter, _WORTH)
 
     def _rate(self, batch: int) -> float | None:
         """Tokens a second and row: of recent steps, or of plain steps if those are faster."""
-        recent, plain = self._rates.get(batch), _usual(self._seconds.get((batch, 1)), least=3)
+        recent, plain = self._rates.get(batch), lately(self._seconds.get((batch, 1)), least=3)
         if not self.adaptive or recent is None or recent.steps < 4:
             return None
         return recent.value if plain is None else max(recent.value, 1 / plain)
@@ -300,7 +314,7 @@ class StepCosts:
     def record_asking(self, drafter: str, gain: float, rest: float) -> None:
         """Add what a drafter gave beside others, and how probable it was that those were wrong."""
         if self.adaptive and isfinite(gain) and rest > 0:
-            self._askings.setdefault(drafter, _Rate()).add(gain, rest)
+            self._askings.setdefault(drafter, Rate()).add(gain, rest)
 
     def asking_pays(self, batch: int, drafter: str, rest: float) -> bool:
         """Whether a drafter is worth its time beside others, by what it gave so far.
@@ -347,34 +361,6 @@ class StepCosts:
             return None
         usual = self._sizes.get(batch, 4.0)
         return round(2 * usual + 1 if done // AGAIN % 2 else usual / 2)
-
-
-class _Rate:
-    """Tokens over seconds of recent steps, older ones counting less and less."""
-
-    decay = 0.98
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self._tokens = self._seconds = 0.0
-
-    def add(self, tokens: float, seconds: float) -> None:
-        self.steps += 1
-        self._tokens = self.decay * self._tokens + tokens
-        self._seconds = self.decay * self._seconds + seconds
-
-    @property
-    def value(self) -> float:
-        return self._tokens / self._seconds if self._seconds else 0.0
-
-
-def _usual(seconds: deque[float] | None, least: int = 1) -> float | None:
-    """The median of `least` measurements or more; never nothing, whatever a clock says.
-
-    Of a copy: other requests of the wrapper add to what is measured, and drop it.
-    """
-    known = list(seconds or ())
-    return max(median(known), 1e-9) if len(known) >= least else None
 
 
 def _bucket(nodes: int) -> int:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from selfspec.config import SpecConfig
     from selfspec.controller import Controller
     from selfspec.costs import StepCosts
-    from selfspec.drafters import Drafter
+    from selfspec.drafters.protocol import Drafter
     from selfspec.fixed_step import FixedSteps
     from selfspec.metrics import SpecStats
     from selfspec.noise import Source
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from selfspec.state import TargetOutput
     from selfspec.step import Step
     from selfspec.target import Target
+
+    # Drafter, controller, costs, and what is called with every step.
+    Run = tuple[Drafter, Controller, StepCosts, Callable[[Step], None] | None]
 
 
 class Decoder:
@@ -65,29 +68,25 @@ class Decoder:
     def decode(
         self,
         request: Request,
-        drafter: Drafter,
-        controller: Controller,
-        costs: StepCosts,
+        run: Run,
         source: Source,
         streamer: BaseStreamer | None,
         stats: SpecStats,
-        on_step: Callable[[Step], None] | None,
     ) -> Any:
         """Decode until every row has ended.
 
         Args:
             request: One that our loop takes.
-            drafter: Freshly reset.
-            controller: Sets draft budgets.
-            costs: Measures every step.
+            run: The drafter, freshly reset; the controller, which sets draft budgets; the costs,
+                which measure every step; and what is called with every step.
             source: Of random numbers.
             streamer: As passed to `generate`.
             stats: Counts every step.
-            on_step: Called with every step.
 
         Returns:
             What transformers' `_sample` returns.
         """
+        drafter, controller, costs, on_step = run
         options = request.generation_config
         architecture = self.target.architecture
         batch = request.batch
@@ -124,10 +123,10 @@ class Decoder:
             state = DecodeState(
                 self.target, cache, request.input_ids, request.start, request.limit, sampler, costs
             )
-            run = speculate(state, prompt, verify, drafter, controller, sampler, stops, clock)
+            made = speculate(state, prompt, verify, drafter, controller, sampler, stops, clock)
             del prompt
             try:
-                for step in run:
+                for step in made:
                     stats.count(step)
                     record.add(step)
                     ends = stops.last_length

@@ -6,6 +6,7 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from selfspec.decode import Decoder
 from selfspec.detours import option_of_call
 from selfspec.double import Call, adapter_obstacle, check_model, doubled
 from selfspec.drafters import CombinedDrafter, Drafter
+from selfspec.drafters.fitting import fit, say_what_does_not_pay
 from selfspec.drafters.named import label, networks_for, resolve
 from selfspec.drift import DRIFT, DriftMonitor
 from selfspec.facade import Facade
@@ -33,6 +35,7 @@ from selfspec.request import Request
 from selfspec.step import Step
 from selfspec.stream import ending_streamer, stream_steps
 from selfspec.target import Target
+from selfspec.trace import Tracer, tracing
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
         StoppingCriteriaList,
     )
     from transformers.generation.streamers import BaseStreamer
+
+    from selfspec.decode import Run
 
 logger = logging.getLogger("selfspec")
 
@@ -129,6 +134,7 @@ class SpeculativeModel(Facade):
         self.costs = StepCosts(options.adaptive)
         self._warned: set[str] = set()
         self._call: threading.local = threading.local()  # what `generate` does not pass on
+        self._tracer: Tracer | None = None
         self._look()
         found = self._target.architecture
         if found.support == "none":
@@ -137,16 +143,8 @@ class SpeculativeModel(Facade):
                 "model.generate as it is."
             )
         logger.info("%s", self)
-        self._say_what_does_not_pay()
+        say_what_does_not_pay(self._parts(), self.costs.notes)
         self._warn_of_compiled_code()
-
-    def _say_what_does_not_pay(self) -> None:
-        """A search may have found, earlier, that some drafts are not to be made."""
-        for drafter in self._parts():
-            found = getattr(drafter, "found", None)
-            if found is not None and not found.pays:
-                self.costs.notes[type(drafter).__name__] = str(found)
-                logger.warning("selfspec: %s", found)
 
     def _warn_of_compiled_code(self) -> None:
         warning = f"{type(self._decoder_model).__name__} is compiled; requests run it uncompiled"
@@ -160,15 +158,7 @@ class SpeculativeModel(Facade):
         architecture = self._target.architecture
         if architecture.support == "none":
             return
-        for drafter in self._parts():
-            for name in ("network", "found", "calibrated_for"):
-                made = getattr(drafter, name, None)
-                if made is not None and made is not self._drafts.get("skip_set"):
-                    from selfspec.checkpoints import check_made_for  # costs time only where needed
-
-                    check_made_for(made, self._decoder_model)
-            if hasattr(drafter, "bind"):
-                drafter.bind(architecture)
+        fit(self._parts(), self._decoder_model, architecture, self._drafts.get("skip_set"))
         self._decoder = Decoder(self._target, self.options)
 
     # ------------------------------------------------------------------ what users call
@@ -253,6 +243,23 @@ class SpeculativeModel(Facade):
             self._request(args, kwargs, generator, on_step)
 
         return stream_steps(run)
+
+    def trace(
+        self, path: str | PathLike[str], every_position: bool = False
+    ) -> AbstractContextManager[None]:
+        """Write down what requests do, for `selfspec.simulate`: `with spec.trace("t.jsonl"): ...`.
+
+        Args:
+            path: Of the file, JSONL (see `selfspec/trace.py`); one that is there is overwritten. It
+                holds the tokens that were generated.
+            every_position: Whether to let all drafters draft at every position and follow none, as
+                simulations of drafting need it. The text is the same, and takes longer than plain.
+
+        Raises:
+            ValueError: If the wrapper is being traced already, or a drafter cannot be so.
+            OSError: If the file cannot be written.
+        """
+        return tracing(self, path, every_position)
 
     def unwrap(self) -> PreTrainedModel:
         """The model. Nothing has to be undone: between calls nothing of ours is on it."""
@@ -340,20 +347,14 @@ class SpeculativeModel(Facade):
             with borrowed(self._drafter, self._parts()) as drafter:
                 check_taps(drafter, self._target.architecture.num_layers)
                 drafter.reset()
-                return self._decoder.decode(
-                    request,
-                    drafter,
-                    self._controller(request),
-                    self.costs,
-                    Source(generator),
-                    streamer,
-                    stats,
-                    on_step,
-                )
+                run: Run = drafter, self._controller(), self.costs, on_step
+                tracer = self._tracer
+                with tracer.follow(request, self._target, run) if tracer else nullcontext(run) as r:
+                    return self._decoder.decode(request, r, Source(generator), streamer, stats)
         finally:
             self.stats.add(stats)
 
-    def _controller(self, request: Request) -> Controller:
+    def _controller(self) -> Controller:
         most = self.options.max_draft_tokens
         if self._drafter_argument == "none":
             return FixedBudget(0)

@@ -10,6 +10,37 @@ import numpy as np
 Times = Sequence[float] | np.ndarray
 
 
+def expected_speedup(
+    acceptance: float, draft_tokens: int, draft_step: float, verify: float = 1.0
+) -> float:
+    """Speed of chains of a fixed length over plain decoding, by the textbook's formula.
+
+    `(1 - a^(d + 1)) / ((1 - a) (d c + v))`: Leviathan et al. 2023, theorem 3.8, there with v = 1.
+    It takes it that every draft token is right with the same probability, whatever came before it
+    and however far ahead it is; that every step drafts d tokens; and that a step takes nothing but
+    drafting and verifying. Acceptance that is mixed (some text is copied, some is not) has more
+    tokens a step than the same mean would give.
+
+    Args:
+        acceptance: a, probability that a draft token is right if those before it are, in 0..1.
+        draft_tokens: d, at least 0.
+        draft_step: c, time of drafting one over that of a plain step.
+        verify: v, time of verifying d + 1 nodes, likewise.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance={acceptance!r} must be a probability.")
+    if draft_tokens < 0 or draft_step < 0 or verify <= 0:
+        raise ValueError(
+            f"draft_tokens={draft_tokens!r} and draft_step={draft_step!r} must not be negative, "
+            f"and verify={verify!r} must be positive."
+        )
+    tokens = sum(float(acceptance) ** depth for depth in range(draft_tokens + 1))
+    return tokens / (draft_tokens * draft_step + verify)
+
+
 def chain_speedup(
     acceptance: float, draft_step: float, verify: Times, shared: float = 0.0
 ) -> tuple[float, int]:

@@ -56,6 +56,11 @@ class VerifyTimes:
         first = at[0] - wanted
         return np.asarray(found - _PER_NODE * seconds[0] * np.maximum(first, 0))
 
+    def points(self) -> list[list[float]]:
+        """What the curve goes through, sizes and seconds."""
+        points: list[list[float]] = self._find().T.tolist() if self.added else []
+        return points
+
     def _find(self) -> np.ndarray:
         """[2, M] mean sizes and times, neither falling."""
         points = []

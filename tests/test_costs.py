@@ -10,7 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from selfspec.costs import ASSUMED, StepCosts, _usual
+from selfspec.costs import ASSUMED, StepCosts
+from selfspec.recent import lately
 from selfspec.verify_times import VerifyTimes
 from tests.steps import step
 
@@ -193,7 +194,7 @@ def test_a_machine_that_has_changed_is_measured_anew(factor: float) -> None:
     rate = costs._rate(1)
     assert rate is not None
     assert costs.level_price(1, "d") == pytest.approx(rate * factor * LEVEL, rel=0.1)
-    assert _usual(costs._seconds[1, 1]) == pytest.approx(factor * PLAIN, rel=0.1)
+    assert lately(costs._seconds[1, 1]) == pytest.approx(factor * PLAIN, rel=0.1)
 
 
 def test_a_slow_step_in_three_does_not_mean_that_the_machine_has_changed() -> None:

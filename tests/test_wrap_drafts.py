@@ -164,12 +164,11 @@ def test_names_in_a_list_take_their_drafts() -> None:
 def test_trees_that_size_themselves_get_the_whole_budget() -> None:
     assert OffSwitch(StepCosts(), 31, sizes_itself=True).length == 31
     spec = selfspec.wrap(tiny.build("llama"), drafts=networks())
-    request: Any = None
-    controller = spec._controller(request)
+    controller = spec._controller()
     assert isinstance(controller, OffSwitch)
     assert controller.sizes_itself
     alone = selfspec.wrap(tiny.build("llama"), RandomTreeDrafter(), off_switch=True)
-    assert not alone._controller(request).sizes_itself  # type: ignore[attr-defined]
+    assert not alone._controller().sizes_itself  # type: ignore[attr-defined]
 
 
 def test_the_users_network_is_left_as_it_is() -> None:

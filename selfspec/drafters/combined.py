@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from selfspec.drafters.judge import Judge, judge_of
@@ -47,7 +46,7 @@ class CombinedDrafter:
                     "siblings survive a merge would depend on the tokens that were drawn."
                 )
         self.drafters = list(drafters)
-        self._names = _names(self.drafters)
+        self._names = names_of(self.drafters)
         # Of a request: how far each of them is to be believed, and what they drafted last.
         self._judges: list[Judge] = []
         self._pool: Pool | None = None
@@ -82,9 +81,9 @@ class CombinedDrafter:
             pays = not promise or costs.asking_pays(state.batch, name, rest)
             if not pays and not costs.looks_again(state.batch, f"asking {name}"):
                 continue  # what is left to it is worth less than its time
-            start = perf_counter()
+            start = costs.now()
             tree = drafter.draft(beside, budget)
-            costs.record_draft(state.batch, name, perf_counter() - start)
+            costs.record_draft(state.batch, name, costs.now() - start)
             pool.add(at, tree)
             before, gained = gained, costs.gain(state.batch, pool.ranked(rows))
             if promise:
@@ -111,7 +110,7 @@ class CombinedDrafter:
             drafter.reset()
 
 
-def _names(drafters: Sequence[Drafter]) -> list[str]:
+def names_of(drafters: Sequence[Drafter]) -> list[str]:
     """Their classes, numbered where there are several of one."""
     names = [type(drafter).__name__ for drafter in drafters]
     return [

@@ -59,6 +59,7 @@ class FeatureDrafter(Pretrained):
     makes_valid_trees = True
     network_kind: ClassVar[Kind] = "feature"
     sizes_itself = True  # by what the draft expects to be accepted
+    drafts_by_level = True  # fewer levels take less time
 
     def __init__(
         self,

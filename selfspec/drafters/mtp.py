@@ -61,6 +61,7 @@ class MtpDrafter:
     """
 
     makes_valid_trees = True
+    drafts_by_level = True  # fewer levels take less time
 
     def __init__(
         self,

@@ -28,6 +28,12 @@ def test_every_part_gives_its_figures(tmp_path: Path, capsys: Any) -> None:
     assert found["tasks"]["rows"][0]["tau"]["auto"] >= 1
     assert list(found["batches"]) == ["1", "2"]
     assert found["wrong"]["each"] == [found["wrong"]["speed after the first 20 steps"]]
+    assert list(found["oracle"]["summary"]) == ["copy", "chat", "all"]
+    for task in found["oracle"]["summary"].values():
+        together = task["oracle: together"]
+        assert 1 <= max(task["oracle: SuffixDrafter"], task["oracle: FeatureDrafter"]) <= together
+        assert 0 < task["share of the oracle of branches"] <= task["share of the oracle"]
+        assert 0 < task["simulated"] <= together + 1e-9
     assert found["remembers earlier prompts"] is True
     assert found["machine"]["threads"] == 1
     benchmark_auto.main(["--table", str(out)])
