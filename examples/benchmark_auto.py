@@ -153,12 +153,15 @@ def wrong(model: Any, prompts: list[tuple[str, Any]], args: Any) -> dict[str, An
 
 
 def batches(model: Any, prompts: list[tuple[str, Any]], args: Any) -> dict[str, Any]:
-    """Speed-up by batch size."""
-    spec = selfspec.wrap(model, drafts=args.drafts)
-    found = {}
+    """Speed-up by batch size, and from which size on drafting loses time if nothing stops it."""
+    specs = {
+        "auto": selfspec.wrap(model, drafts=args.drafts),
+        "auto without off switch": selfspec.wrap(model, drafts=args.drafts, off_switch=False),
+    }
+    found: dict[str, Any] = {}
     every = [inputs["input_ids"][0] for _, inputs in prompts]
     for size in args.batches:
-        ratios = []
+        ratios: dict[str, list[float]] = {name: [] for name in specs}
         for at in range(args.rounds + 1):  # the first warms up
             picked = [every[(at * size + i) % len(every)] for i in range(size)]
             longest = max(map(len, picked))
@@ -169,13 +172,17 @@ def batches(model: Any, prompts: list[tuple[str, Any]], args: Any) -> dict[str, 
                 mask[b, longest - len(row) :] = 1
             inputs = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
             first, _ = timed(model.generate, inputs, max_new_tokens=args.tokens)
-            spec.costs.forget_texts()  # other batches have the same prompts
-            mine, _ = timed(spec.generate, inputs, max_new_tokens=args.tokens)
-            last, _ = timed(model.generate, inputs, max_new_tokens=args.tokens)
-            if at:
-                ratios.append((first + last) / 2 / mine)
-        found[str(size)] = sorted(ratios)[len(ratios) // 2]
-        print(f"batch {size}: {found[str(size)]:.3f}x", flush=True)
+            for name, spec in specs.items():
+                spec.costs.forget_texts()  # other batches have the same prompts
+                mine, _ = timed(spec.generate, inputs, max_new_tokens=args.tokens)
+                last, _ = timed(model.generate, inputs, max_new_tokens=args.tokens)
+                if at:
+                    ratios[name].append((first + last) / 2 / mine)
+                first = last
+        found[str(size)] = {name: sorted(of)[len(of) // 2] for name, of in ratios.items()}
+        print(f"batch {size}: {found[str(size)]}", flush=True)
+    losing = [size for size in args.batches if found[str(size)]["auto without off switch"] < 1]
+    found["break-even batch"] = min(losing, default=None)
     return found
 
 

@@ -65,6 +65,8 @@ class SpecConfig(Options):
             by token and sibling by sibling, which accepts no more. "lossy-typical" is not: in
             requests that sample it keeps any draft that is likely enough (typical acceptance),
             and the text no longer follows the model's distribution.
+        keep_times: Keep times of steps in a file of the user's cache, by model and machine, so that
+            the next process need not try sizes first (`selfspec/time_files.py`). No text is kept.
         deterministic: Verify with attention whose order of summation does not depend on the rest
             of the batch. Costs time at small batches on a GPU; CPUs and float64 ignore it.
     """
@@ -75,6 +77,7 @@ class SpecConfig(Options):
     cuda_graphs: bool | Literal["auto"] = "auto"
     acceptance: Rule = "traversal"
     deterministic: bool = False
+    keep_times: bool = True
 
     def __post_init__(self) -> None:
         """Check values.
@@ -97,5 +100,6 @@ class SpecConfig(Options):
         if not isinstance(self.acceptance, str) or self.acceptance not in get_args(Rule):
             known = ", ".join(f'"{rule}"' for rule in get_args(Rule))
             raise ValueError(f"acceptance={self.acceptance!r} must be one of {known}.")
-        if not isinstance(self.deterministic, bool):
-            raise ValueError(f"deterministic={self.deterministic!r} must be True or False.")
+        for name in ("deterministic", "keep_times"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")

@@ -12,22 +12,17 @@ nothing is verified.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from math import isfinite
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from selfspec.match_survival import MatchSurvival
 from selfspec.recent import Rate, lately
-from selfspec.side_work import SideWork
-from selfspec.verify_times import VerifyTimes
+from selfspec.step_times import TRIED, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from selfspec.step import Step
 
 HISTORY = "history"  # texts of earlier requests, in what is kept
 # Until there are measurements: about what they are on hardware that multiplies matrices. Tokens
@@ -36,18 +31,13 @@ HISTORY = "history"  # texts of earlier requests, in what is kept
 _NODE, _LEVEL, _WORTH = 0.03, 0.1, 0.5
 _LEAST = 0.005  # of any price: noise may say that something costs nothing
 _NEW = 0.03  # how much one more level counts for
-# Drafts of sizes that are tried at first, each twice, so that the curve is known where it bends.
-_TRIED = (0, 1, 3, 7, 15)
 AGAIN = 16  # one step in so many tries half or twice the best size, one no in so many is a yes
 _POOLED = 0.5  # of the price of a node, from which a candidate of a pool is kept
 _FAR = 12  # nodes ahead that a price looks: one step up in the curve may be worth it
-_STEPS_ENOUGH = 8  # of one way of drafting, to know how fast it is
-# The machine has changed if so many steps took, in the median, so much more or less than others of
-# their size before.
-_CHANGED, _FACTOR = 8, 1.4
+_ASKED_ENOUGH = 8  # times that a drafter was asked, to know what it is worth
 
 
-class StepCosts:
+class StepCosts(StepTimes):
     """Kept by a wrapper across its requests; batches of different size are kept apart.
 
     What drafters learn over requests is here, too, and not in them: a drafter drafts the same from
@@ -59,34 +49,21 @@ class StepCosts:
 
     Attributes:
         matches: How often copies of the text are right.
-        side: The accounts of what drafters measure beside decoding.
         kept: What drafters have found out, by names of theirs.
         notes: What is to be said of it, likewise; part of the wrapper's `repr`.
-        now: The clock, in seconds; a simulation has its own.
     """
 
     def __init__(self, adaptive: bool = True, keep: int = 15) -> None:
+        super().__init__(keep)
         self.adaptive = adaptive
-        self.keep = keep
         self.matches = MatchSurvival()
-        self.side = SideWork()
         self.kept: dict[str, Any] = {}
         self.notes: dict[str, str] = {}
-        self._seconds: dict[tuple[int, int], deque[float]] = {}
-        self._rates: dict[int, Rate] = {}
-        self._verifies: dict[int, VerifyTimes] = {}
-        self._levels: dict[tuple[int, str], deque[float]] = {}
         self._worths: dict[str, float] = {}
         self._sizes: dict[int, float] = {}
         self._askings: dict[str, Rate] = {}
-        self._drafts: dict[tuple[int, str], deque[float]] = {}
         self._refused: dict[tuple[int, str], int] = {}
-        self._ratios: dict[int, deque[float]] = {}
-        self._beside = 0.0  # seconds of side work in the last step
-        self._part = ""  # what drafts the step that is being made
-        self.now: Callable[[], float] = perf_counter
-        self._parts: dict[tuple[int, str], Rate] = {}
-        self._is_pool = self._is_onlooker = False
+        self._is_pool = False
 
     def of_a_pool(self) -> StepCosts:
         """The same for a drafter whose drafts are candidates beside those of others.
@@ -98,105 +75,15 @@ class StepCosts:
         view._is_pool = True
         return view
 
-    def of_an_onlooker(self) -> StepCosts:
-        """The same for steps that are made to look at drafts: their time does not count."""
-        view = copy.copy(self)
-        view._is_onlooker = True
-        return view
-
-    # ---------------------------------------------------------------- measuring
-
-    def record(self, step: Step) -> None:
-        """Add a step of the loop."""
-        if step.is_prefill or self._is_onlooker:
-            return
-        batch, seconds = len(step.tokens), sum(step.seconds.values())
-        self.side.decoding += seconds
-        self._beside = self.side.lap()
-        part, self._part = self._part, ""
-        after_draft = seconds - step.seconds.get("draft", 0.0)
-        # Where drafts run layers that verification then does not, its time tells of the drafts.
-        if not part and self._has_changed(batch, step.num_nodes, after_draft):
-            self._forget(batch)
-        key = batch, _bucket(step.num_nodes)
-        # A plain step is one without a draft, though one may have been made and found too dear.
-        taken = seconds if step.num_nodes > 1 else after_draft
-        self._seconds.setdefault(key, deque(maxlen=self.keep)).append(taken)
-        moving = [len(new) for new in step.tokens if new]
-        if not moving:
-            return
-        gained = sum(moving) / len(moving)
-        self._rates.setdefault(batch, Rate()).add(gained, seconds)
-        if part and step.num_nodes > 1:
-            rate = self._parts.setdefault((batch, part), Rate())
-            rate.add(gained, seconds - self._beside)
-        self._verifies.setdefault(batch, VerifyTimes(self.keep)).add(step.num_nodes, after_draft)
-
-    def _has_changed(self, batch: int, nodes: int, seconds: float) -> bool:
-        times = self._verifies.get(batch)
-        if times is None or not times.is_known or not self.is_settled(batch):
-            return False
-        ratios = self._ratios.setdefault(batch, deque(maxlen=_CHANGED))
-        ratios.append(seconds / max(float(times.seconds(nodes)[-1]), 1e-9))
-        usual = lately(ratios, least=_CHANGED)
-        return usual is not None and not 1 / _FACTOR < usual < _FACTOR
-
     def _forget(self, batch: int) -> None:
-        """Drop what was measured when the machine was faster or slower: all is tried anew."""
-        for by_batch in (self._rates, self._verifies, self._sizes, self._ratios):
-            by_batch.pop(batch, None)
-        for key in [key for key in list(self._seconds) if key[0] == batch]:
-            self._seconds.pop(key, None)
-        for by_drafter in (self._levels, self._drafts, self._parts):
-            for pair in [pair for pair in list(by_drafter) if pair[0] == batch]:
-                by_drafter.pop(pair, None)
-
-    def drafting_with(self, part: str) -> None:
-        """Say what drafts in this step, where a drafter has several ways: each is timed apart."""
-        self._part = part
-
-    def speed_of(self, batch: int, part: str) -> float | None:
-        """Tokens a second of steps drafted so, over plain decoding; None until there are a few."""
-        rate, plain = self._parts.get((batch, part)), self.plain_seconds(batch)
-        if rate is None or rate.steps < _STEPS_ENOUGH or plain is None:
-            return None
-        return rate.value * plain
-
-    def record_level(self, batch: int, drafter: str, seconds: float) -> None:
-        """Add what one more draft step of a drafter took."""
-        self._levels.setdefault((batch, drafter), deque(maxlen=self.keep)).append(seconds)
-
-    def record_draft(self, batch: int, drafter: str, seconds: float) -> None:
-        """Add what a whole draft of a drafter took."""
-        self._drafts.setdefault((batch, drafter), deque(maxlen=self.keep)).append(seconds)
+        super()._forget(batch)
+        self._sizes.pop(batch, None)
 
     def record_worth(self, drafter: str, of_mass: float) -> None:
         """Add what a level of a drafter's was worth, over the mass of the nodes it started from."""
         if self.adaptive and isfinite(of_mass):  # a draft may compute NaN
             usual = self._worths.get(drafter, _WORTH)
             self._worths[drafter] = usual + _NEW * (of_mass - usual)
-
-    def wasted(self, step: Step) -> float:
-        """Plain steps that the draft of a step took whose nodes were all found too dear."""
-        plain = lately(self._seconds.get((len(step.tokens), 1)))
-        if step.num_nodes > 1 or plain is None:
-            return 0.0
-        return max(step.seconds.get("draft", 0.0) - self._beside, 0.0) / plain
-
-    def relative(self, batch: int, nodes: int) -> float | None:
-        """Time of a step with `nodes` nodes over that of a plain one; None if plain is unknown.
-
-        Sizes share a bucket up to the next power of two.
-        """
-        plain = lately(self._seconds.get((batch, 1)))
-        if plain is None:
-            return None
-        # The first of a shape includes its set-up.
-        measured = lately(self._seconds.get((batch, _bucket(nodes))), least=1 if nodes == 1 else 2)
-        if measured is None:
-            # A cautious guess until then: verification is nearly flat in the number of nodes.
-            return 1.2 + 0.01 * batch * nodes
-        return measured / plain
 
     # ---------------------------------------------------------------- prices, in tokens a row
 
@@ -233,32 +120,18 @@ class StepCosts:
         rate, usual = self._rate(batch), lately(self._drafts.get((batch, drafter)), least=3)
         return 0.0 if rate is None or usual is None else rate * usual
 
-    def plain_seconds(self, batch: int) -> float | None:
-        """Of a step without a draft; None if there was none."""
-        return lately(self._seconds.get((batch, 1)))
-
-    def verify_ratios(self, batch: int, most: int) -> np.ndarray | None:
-        """Time of verifying 1..`most` nodes a row over that of one; None if it is not known."""
-        times = self._verifies.get(batch)
-        if times is None or not times.is_known:
-            return None
-        seconds = times.seconds(most)
-        return np.asarray(seconds / max(float(seconds[0]), 1e-9))
-
-    def verify_points(self, batch: int) -> list[list[float]]:
-        """Sizes and times that were measured: nodes a row and seconds, neither falling."""
-        times = self._verifies.get(batch)
-        return [] if times is None else times.points()
-
     def worth_of_mass(self, drafter: str) -> float:
         """What a level of a drafter's is worth, over the mass of the nodes it starts from."""
         return self._worths.get(drafter, _WORTH)
 
     def _rate(self, batch: int) -> float | None:
         """Tokens a second and row: of recent steps, or of plain steps if those are faster."""
-        recent, plain = self._rates.get(batch), lately(self._seconds.get((batch, 1)), least=3)
-        if not self.adaptive or recent is None or recent.steps < 4:
+        recent, plain = self._rates.get(batch), self._taken(batch, 1, least=3)
+        if not self.adaptive:
             return None
+        if recent is None or recent.steps < 4:
+            # Before the first steps of a process that began with the times of another one.
+            return 1 / plain if plain is not None and self.has_curve(batch) else None
         return recent.value if plain is None else max(recent.value, 1 / plain)
 
     # ---------------------------------------------------------------- what drafters find out
@@ -325,7 +198,7 @@ class StepCosts:
             rest: Probability that the first token of the others is wrong.
         """
         known = self._askings.get(drafter)
-        worth = known.value if known is not None and known.steps >= _STEPS_ENOUGH else 1.0
+        worth = known.value if known is not None and known.steps >= _ASKED_ENOUGH else 1.0
         return rest * worth >= self.draft_price(batch, drafter)
 
     def looks_again(self, batch: int, what: str, every: int = AGAIN) -> bool:
@@ -344,27 +217,19 @@ class StepCosts:
 
     def is_settled(self, batch: int) -> bool:
         """Whether the first sizes have been tried: before, some are larger than pays."""
-        return not self.adaptive or self._done(batch) >= 2 * len(_TRIED)
-
-    def _done(self, batch: int) -> int:
-        times = self._verifies.get(batch)
-        return 0 if times is None else times.added
+        return not self.adaptive or self.has_curve(batch)
 
     def _tried(self, batch: int) -> int | None:
         """A size that should be timed in this step, or None."""
         if not self.adaptive:
             return None
-        done = self._done(batch)
+        done = self._timed(batch)
         if not self.is_settled(batch):
-            return _TRIED[-1 - done % len(_TRIED)]
+            return TRIED[-1 - done % len(TRIED)]
         if done % AGAIN:
             return None
         usual = self._sizes.get(batch, 4.0)
         return round(2 * usual + 1 if done // AGAIN % 2 else usual / 2)
-
-
-def _bucket(nodes: int) -> int:
-    return 1 << (nodes - 1).bit_length()
 
 
 ASSUMED = StepCosts(adaptive=False)

@@ -64,7 +64,7 @@ def speculate(
         with clock("draft"):
             drafter.observe(state, output, acceptance)
         step = replace(step, drafter=type(drafter).__name__, seconds=clock.lap())
-        state.costs.record(step)
+        state.costs.record(step, max(state.length))
         controller.observe(step)
         yield step
         if state.done:

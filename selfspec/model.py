@@ -35,6 +35,7 @@ from selfspec.request import Request
 from selfspec.step import Step
 from selfspec.stream import ending_streamer, stream_steps
 from selfspec.target import Target
+from selfspec.time_files import TimeFile
 from selfspec.trace import Tracer, tracing
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class SpeculativeModel(Facade):
         self._warned: set[str] = set()
         self._call: threading.local = threading.local()  # what `generate` does not pass on
         self._tracer: Tracer | None = None
+        self._times: TimeFile | None = None
         self._look()
         found = self._target.architecture
         if found.support == "none":
@@ -160,6 +162,9 @@ class SpeculativeModel(Facade):
             return
         fit(self._parts(), self._decoder_model, architecture, self._drafts.get("skip_set"))
         self._decoder = Decoder(self._target, self.options)
+        if self.options.adaptive and self.options.keep_times:
+            self._times = TimeFile(self._decoder_model)
+            self._times.read(self.costs)
 
     # ------------------------------------------------------------------ what users call
 
@@ -353,6 +358,8 @@ class SpeculativeModel(Facade):
                     return self._decoder.decode(request, r, Source(generator), streamer, stats)
         finally:
             self.stats.add(stats)
+            if self._times is not None:
+                self._times.write(self.costs)
 
     def _controller(self) -> Controller:
         most = self.options.max_draft_tokens

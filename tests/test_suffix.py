@@ -16,7 +16,9 @@ import torch
 
 import selfspec
 from selfspec import SuffixDrafter, TokenTree
+from selfspec.acceptance_model import AcceptanceModel
 from selfspec.costs import ASSUMED, HISTORY, StepCosts
+from selfspec.drafters.judge import Judge
 from selfspec.drafters.suffix import longest_match
 from selfspec.testing import check_drafter
 from tests.families import tiny
@@ -289,3 +291,16 @@ def test_assumed_costs_keep_nothing() -> None:
     drafter.draft(state_of([1, 2, 1], costs=ASSUMED), 4)
     drafter.observe(state_of([1, 2, 1, 2], costs=ASSUMED, ended=[True]), None, None)  # type: ignore
     assert not ASSUMED.kept
+
+
+def test_one_by_one_is_what_all_at_once_is() -> None:
+    draw = np.random.default_rng(0)
+    model = AcceptanceModel(np.array([0.3, 1.0, -0.4]))
+    judge = Judge(model)
+    for _ in range(40):
+        rows = draw.normal(size=(4, 3))
+        judge.learn(rows, (rows.sum(1) > 0).astype(float))
+    rows = np.concatenate([draw.normal(size=(20, 3)), 1e6 * draw.normal(size=(4, 3))])
+    one, found = judge.of_one(), judge.probabilities(rows)
+    assert judge.tilt != 0
+    assert [one(row) for row in rows.tolist()] == pytest.approx(found.tolist(), abs=1e-12)

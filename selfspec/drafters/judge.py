@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import exp
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,11 +11,12 @@ import numpy as np
 from selfspec.acceptance_model import AcceptanceModel, logistic
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from selfspec.costs import StepCosts
     from selfspec.tree_rows import GrowingRow
 
+_FAR = 30.0  # of log-odds: as good as certain
 _SHRINK = 2.0  # outcomes of even odds that have to speak against what all requests have shown
 
 
@@ -36,6 +39,16 @@ class Judge:
     def probabilities(self, described: np.ndarray) -> np.ndarray:
         """Of nodes with features [M, F], given that their parents are right."""
         return logistic(described @ self.model.weights + self.tilt)
+
+    def of_one(self) -> Callable[[Sequence[float]], float]:
+        """The same of one node with features [F], for what is found out node by node."""
+        weights, tilt = self.model.weights.tolist(), self.tilt
+
+        def probability(described: Sequence[float]) -> float:
+            odds = tilt + sum(map(mul, weights, described))
+            return 1.0 / (1.0 + exp(-max(min(odds, _FAR), -_FAR)))
+
+        return probability
 
     def learn(self, described: np.ndarray, right: np.ndarray) -> None:
         """Add the children [k, F] of a node that was right, and which of them [k] were."""

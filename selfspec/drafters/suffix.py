@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log, log2
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -133,8 +134,9 @@ class SuffixDrafter:
         self, tokens: np.ndarray, earlier: np.ndarray, budget: int, floor: float, judge: Judge
     ) -> _Draft:
         tree = GrowingRow(int(tokens[-1]) if len(tokens) else 0)
-        described: list[np.ndarray] = []
+        described: list[list[float]] = []
         expected = [1.0]
+        probability = judge.of_one()
         match, copies, own = self._copies(tokens, earlier, budget)
         # The most probable first: a node that copies have come to, which copies, and how far.
         queue = [(-1.0, 0, list(range(len(copies))), 0)]
@@ -146,14 +148,15 @@ class SuffixDrafter:
                 rest = copies[of[0]][depth:]
                 if not rest:
                     continue
-                found = _describe(match + depth + np.arange(len(rest)), np.ones(1), 1.0)
-                found[:, 4:] = depth > 0 or of[0] == 0, of[0] >= own
-                path = expected[node] * np.cumprod(judge.probabilities(found))
-                count = int((path >= floor).sum())
-                for token in rest[:count]:
+                latest, value = depth > 0 or of[0] == 0, expected[node]
+                for at, token in enumerate(rest, match + depth):
+                    row = _describe(at, 1, 1, latest, of[0] >= own)
+                    value *= probability(row)
+                    if value < floor:
+                        break
                     node = tree.add(node, token)
-                described += list(found[:count])
-                expected += path[:count].tolist()
+                    described.append(row)
+                    expected.append(value)
                 continue
             went: dict[int, list[int]] = {}
             for at in of:
@@ -161,18 +164,18 @@ class SuffixDrafter:
                     went.setdefault(copies[at][depth], []).append(at)
             if not went:
                 continue
-            counts = np.array([len(which) for which in went.values()])
-            found = _describe(np.array([match + depth]), counts, counts.sum())
-            found[0, 4] = 1.0  # copies are in order, the latest first
-            found[:, 5] = [which[0] >= own for which in went.values()]
-            probable = expected[node] * judge.probabilities(found)
-            for (token, which), row, value in zip(went.items(), found, probable, strict=True):
+            total = sum(map(len, went.values()))
+            latest = True  # copies are in order, the latest first
+            for token, which in went.items():
+                row = _describe(match + depth, len(which), total, latest, which[0] >= own)
+                latest = False
+                value = expected[node] * probability(row)
                 if value < floor:
                     continue
                 child = tree.add(node, token)
                 described.append(row)
-                expected.append(float(value))
-                heapq.heappush(queue, (-float(value), child, which, depth + 1))
+                expected.append(value)
+                heapq.heappush(queue, (-value, child, which, depth + 1))
         return _Draft(len(tokens), tree, np.array(described), np.array(expected))
 
     def _copies(
@@ -224,15 +227,11 @@ class SuffixDrafter:
         self._judge, self._drafts, self._kept = None, [], set()
 
 
-def _describe(match: np.ndarray, counts: np.ndarray, total: float) -> np.ndarray:
-    """Features [M, 6] of tokens that `counts` of `total` copies have; the last two are 0."""
-    share = (counts + 0.5) / (total + 1.0)
-    found = np.zeros((max(len(match), len(counts)), len(_BELIEF)))
-    found[:, 0] = 1.0
-    found[:, 1] = np.log(share) - np.log1p(-share)
-    found[:, 2] = np.log2(match)
-    found[:, 3] = np.log2(total)
-    return found
+def _describe(match: int, count: int, total: int, latest: bool, earlier: bool) -> list[float]:
+    """Features of a token that `count` of `total` copies have."""
+    share = (count + 0.5) / (total + 1.0)
+    log_odds = log(share) - log(1.0 - share)
+    return [1.0, log_odds, log2(match), log2(total), float(latest), float(earlier)]
 
 
 def longest_match(

@@ -26,7 +26,8 @@ def test_every_part_gives_its_figures(tmp_path: Path, capsys: Any) -> None:
         assert all(0.05 < value < 20 for value in task.values())
     assert found["tasks"]["texts that part from plain"] == 0
     assert found["tasks"]["rows"][0]["tau"]["auto"] >= 1
-    assert list(found["batches"]) == ["1", "2"]
+    assert list(found["batches"]) == ["1", "2", "break-even batch"]
+    assert set(found["batches"]["2"]) == {"auto", "auto without off switch"}
     assert found["wrong"]["each"] == [found["wrong"]["speed after the first 20 steps"]]
     assert list(found["oracle"]["summary"]) == ["copy", "chat", "all"]
     for task in found["oracle"]["summary"].values():
