@@ -62,8 +62,8 @@ class VerifyTimes:
         return points
 
     def _find(self) -> np.ndarray:
-        """[2, M] mean sizes and times, neither falling."""
-        points = []
+        """[2, M] mean sizes and times, neither falling: the nearest such times (isotonic)."""
+        points: list[tuple[float, float, int]] = []
         for steps in list(self._steps.values()):
             known = list(steps)
             if not known:  # another request is about to add the first
@@ -71,9 +71,20 @@ class VerifyTimes:
             times = [seconds for _, seconds in known]
             # The first step of a shape includes its set-up.
             usual = min(times) if len(times) < 3 else median(times)
-            points.append((sum(nodes for nodes, _ in known) / len(known), usual))
-        at, seconds = np.array(sorted(points)).T
-        return np.stack([at, np.maximum.accumulate(seconds)])
+            points.append((sum(nodes for nodes, _ in known) / len(known), usual, len(known)))
+        points.sort()
+        # Neighbours that fall share their mean: one size that was timed while the machine was slow
+        # must not lift all larger ones.
+        blocks: list[list[float]] = []  # time, weight, sizes
+        for _, time, weight in points:
+            blocks.append([time, weight, 1])
+            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+                (first, of_first, some), (second, of_second, more) = blocks[-2:]
+                both = of_first + of_second
+                mean = (first * of_first + second * of_second) / both
+                blocks[-2:] = [[mean, both, some + more]]
+        seconds = [time for time, _, sizes in blocks for _ in range(int(sizes))]
+        return np.array([[nodes for nodes, _, _ in points], seconds])
 
 
 def _class(nodes: int) -> int:

@@ -91,6 +91,19 @@ def test_times_beyond_what_was_measured() -> None:
     assert (np.diff(one.seconds(9)) > 0).all()
 
 
+def test_a_size_that_was_timed_while_slow_does_not_lift_all_larger_ones() -> None:
+    times, curve = VerifyTimes(15), CURVES["linear"]
+    for _ in range(12):
+        for nodes in (1, 4, 8, 16, 24):
+            times.add(nodes, curve(nodes))
+    for _ in range(2):
+        times.add(12, 3 * curve(12))
+    found = times.seconds(24)
+    assert (np.diff(found) >= 0).all()
+    assert found[15] == pytest.approx(curve(16), rel=0.3)
+    assert found[23] == pytest.approx(curve(24), rel=0.05)
+
+
 def test_the_set_up_of_a_shape_is_not_its_time() -> None:
     times = VerifyTimes(15)
     for nodes in (1, 4):
