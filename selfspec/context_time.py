@@ -33,6 +33,10 @@ class ContextTime:
         """Seconds a token of context; never less than none."""
         return max(self._xy / (self._xx + _STEPS * _SPREAD**2), 0.0)
 
+    def longer_by(self, context: float) -> float:
+        """Seconds that a text of `context` tokens adds to those of the first one."""
+        return 0.0 if self._first is None else self.slope * (context - self._first)
+
     def as_first(self, nodes: int, context: float, seconds: float) -> float:
         """Seconds that a step would have taken over the first text; learns from it.
 
@@ -44,7 +48,7 @@ class ContextTime:
         if self._first is None:
             self._first = context
         self._learn(nodes, context, seconds)
-        self.shift = self.slope * (context - self._first)
+        self.shift = self.longer_by(context)
         return max(seconds - self.shift, _LEAST * seconds)
 
     def _learn(self, nodes: int, context: float, seconds: float) -> None:

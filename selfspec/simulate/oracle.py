@@ -44,11 +44,16 @@ def oracle(
     """
     times = Times(trace, what_if or WhatIf())
     requests = trace.every_position
-    found = {"plain": [r.prefill + (len(r.tokens) - 1) * times.plain for r in requests]}
+    found = {"plain": [r.prefill + plain_after_prompt(r, times) for r in requests]}
     names = trace.drafters
     for name, of in [*((name, [name]) for name in names), (TOGETHER, names)]:
         found[name] = [r.prefill + _least(r, of, times, branches) for r in requests]
     return found
+
+
+def plain_after_prompt(request: Request, times: Times) -> float:
+    """Seconds of all tokens but the first, one by one."""
+    return times.plain(request.context(1), request.context(len(request.tokens) - 1))
 
 
 def _least(request: Request, names: Sequence[str], times: Times, branches: bool) -> float:
@@ -56,14 +61,16 @@ def _least(request: Request, names: Sequence[str], times: Times, branches: bool)
     end = len(request.tokens)
     least = np.zeros(end + 1)
     for at in range(end - 1, 0, -1):
-        best = times.plain + least[at + 1]
+        context = request.context(at)
+        best = times.verify(1, context) + least[at + 1]
         rest = request.tokens[at:]
         for name in names:
             draft = request.drafts[at].get(name)
             if draft is None:
                 continue
             for depth, nodes in enumerate(_sizes(draft, rest, times.what_if, branches), 1):
-                seconds = times.draft(draft, depth) + times.verify(1 + nodes) * (1 - draft.shared)
+                verifying = times.verify(1 + nodes, context) * (1 - draft.shared)
+                seconds = times.draft(draft, depth) + verifying
                 best = min(best, seconds + least[min(at + depth + 1, end)])
         least[at] = best
     return float(least[1])

@@ -16,6 +16,7 @@ import torch
 from selfspec.controller import Controller, FixedBudget, OffSwitch
 from selfspec.costs import StepCosts
 from selfspec.drafters.combined import CombinedDrafter
+from selfspec.simulate.oracle import plain_after_prompt
 from selfspec.simulate.times import Times, WhatIf
 from selfspec.step import Step
 from selfspec.tree import TokenTree
@@ -113,16 +114,16 @@ def _decode(
         budget = min(controller.budget(state), max(map(state.room, range(state.batch))) - 1)
         tree = drafter.draft(state, budget) if budget > 0 else TokenTree.root_only(state.root)
         took = costs.seconds - start
-        step = state.step(tree, {"draft": took, "verify": times.verify(tree.width)})
+        context = state.context
+        step = state.step(tree, {"draft": took, "verify": times.verify(tree.width, context)})
         state.advance(step.tokens)
         drafter.observe(state, *_NOTHING)
-        costs.record(step)
+        costs.record(step, context)
         controller.observe(step)
         seconds += sum(step.seconds.values())
         steps += 1
         drafted += sum(n for n, new in zip(step.num_drafted, step.tokens, strict=True) if new)
-    longest = max(len(row.tokens) for row in rows)
-    plain = prefill + (longest - 1) * times.plain
+    plain = prefill + plain_after_prompt(max(rows, key=lambda row: len(row.tokens)), times)
     return Replayed(picked, seconds, plain, sum(len(r.tokens) for r in rows), steps, drafted)
 
 
@@ -195,6 +196,7 @@ class _State:
     """What drafters read of a `DecodeState`; positions are those of the texts."""
 
     def __init__(self, rows: list[Request], costs: StepCosts) -> None:
+        self._rows = rows
         self._texts = [row.tokens for row in rows]
         self.costs = costs
         self.batch = len(rows)
@@ -207,6 +209,12 @@ class _State:
     def root(self) -> torch.Tensor:
         pairs = zip(self._texts, self.length, strict=True)
         return torch.tensor([text[length - 1] for text, length in pairs])
+
+    @property
+    def context(self) -> int:
+        """Of the longest text."""
+        pairs = zip(self._rows, self.length, strict=True)
+        return max(row.context(length) for row, length in pairs)
 
     def of_a_pool(self) -> _State:
         view = object.__new__(_State)

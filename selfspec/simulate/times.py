@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from selfspec.context_time import ContextTime
 from selfspec.options import check_int
 from selfspec.verify_times import VerifyTimes
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from selfspec.simulate.traces import Draft, Trace
 
 _ALL = 1_000_000  # timed steps that count
+_LEAST = 0.2  # of a time, over however short a text
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,15 @@ class Times:
 
     def __init__(self, trace: Trace, what_if: WhatIf) -> None:
         self.what_if = what_if
+        texts: dict[int, ContextTime] = {}
+        for batch, nodes, seconds, context in trace.timed:
+            if context is not None:
+                texts.setdefault(batch, ContextTime()).as_first(nodes, context, seconds)
         known: dict[int, VerifyTimes] = {}
-        for batch, nodes, seconds in trace.timed:
-            known.setdefault(batch, VerifyTimes(_ALL)).add(nodes, seconds)
+        for batch, nodes, seconds, context in trace.timed:
+            longer = texts[batch].longer_by(context) if context is not None else 0.0
+            if longer < seconds:
+                known.setdefault(batch, VerifyTimes(_ALL)).add(nodes, seconds - longer)
         known = {batch: times for batch, times in known.items() if times.is_known}
         if not known:
             raise ValueError(
@@ -78,19 +86,26 @@ class Times:
             )
         nearest = min(known, key=lambda size: abs(np.log(size / what_if.batch)))
         self._same = nearest == what_if.batch
-        self._times = known[nearest] if self._same else known[min(known)]
         self._least = min(known)
+        base = nearest if self._same else self._least
+        self._times, self._texts = known[base], texts.get(base, ContextTime())
 
-    def verify(self, nodes: int) -> float:
-        """Of a verification of `nodes` nodes a row, the root included."""
-        if not self._same:
-            nodes = max(1, round(nodes * self.what_if.batch / self._least))
-        return float(self._times.seconds(nodes)[-1]) * self.what_if.target
+    def verify(self, nodes: int, context: float | None = None) -> float:
+        """Of a verification of `nodes` nodes a row, the root included.
 
-    @property
-    def plain(self) -> float:
-        """Of a step without a draft."""
-        return self.verify(1)
+        Args:
+            nodes: A row.
+            context: Tokens of the text before; None: as many as before the first step that was
+                timed.
+        """
+        more = 1.0 if self._same else self.what_if.batch / self._least
+        seconds = float(self._times.seconds(max(1, round(nodes * more)))[-1])
+        longer = 0.0 if context is None else self._texts.longer_by(context) * more
+        return max(seconds + longer, _LEAST * seconds) * self.what_if.target
+
+    def plain(self, first: int, last: int) -> float:
+        """Of steps without a draft, over texts of `first` to `last` tokens."""
+        return (last - first + 1) * self.verify(1, (first + last) / 2)
 
     def draft(self, draft: Draft, depth: int) -> float:
         """Of a draft of `depth` levels, for a whole batch.
@@ -103,4 +118,4 @@ class Times:
             return seconds * batch
         larger = self.what_if.target if self.what_if.networks is None else self.what_if.networks
         one = float(self._times.seconds(1)[0]) * self.what_if.target
-        return seconds * larger * self.plain / one
+        return seconds * larger * self.verify(1) / one

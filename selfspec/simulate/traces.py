@@ -81,6 +81,11 @@ class Request:
     seconds: float = 0.0
     steps: int = 0
 
+    def context(self, at: int) -> int:
+        """Tokens of the text before the token `at`, the prompt's among them."""
+        prompt: int = self.about["prompt"]
+        return prompt + at
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -88,12 +93,13 @@ class Trace:
 
     Attributes:
         requests: Row by row.
-        timed: (batch, nodes a row, seconds) of every step, what drafting took left out, and of what
-            the wrapper had measured before.
+        timed: (batch, nodes a row, seconds, context) of every step, without what drafting took, and
+            of what the wrapper had measured before, the context of which is None: as if over the
+            first text.
     """
 
     requests: list[Request]
-    timed: list[tuple[int, int, float]]
+    timed: list[tuple[int, int, float, int | None]]
 
     @property
     def drafters(self) -> list[str]:
@@ -127,7 +133,7 @@ def read(*paths: str | Path) -> Trace:
         ValueError: If a line is none of a trace, or the trace is of a later version.
     """
     requests: list[Request] = []
-    timed: list[tuple[int, int, float]] = []
+    timed: list[tuple[int, int, float, int | None]] = []
     for path in paths:
         rows: dict[int, list[Request]] = {}
         text = Path(path).read_text(encoding="utf-8")
@@ -143,7 +149,9 @@ def read(*paths: str | Path) -> Trace:
 
 
 def _take(
-    line: dict[str, Any], rows: dict[int, list[Request]], timed: list[tuple[int, int, float]]
+    line: dict[str, Any],
+    rows: dict[int, list[Request]],
+    timed: list[tuple[int, int, float, int | None]],
 ) -> None:
     kind, number = line["type"], line["request"]
     if kind == "request":
@@ -156,12 +164,13 @@ def _take(
         return
     own = rows[number]
     if kind == "end":
-        timed += [(len(own), round(nodes), seconds) for nodes, seconds in line["verify"]]
+        timed += [(len(own), round(nodes), seconds, None) for nodes, seconds in line["verify"]]
         return
     seconds = line["seconds"]
     after_draft = sum(value for key, value in seconds.items() if key != "draft")
     if not line["is_prefill"]:
-        timed.append((len(own), line["nodes"], after_draft))
+        context = max(row.context(len(row.tokens)) for row in own)
+        timed.append((len(own), line["nodes"], after_draft, context))
     for b, row in enumerate(own):
         new = line["tokens"][b]
         if not new:

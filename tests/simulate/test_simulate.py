@@ -12,11 +12,12 @@ from selfspec.simulate import Draft, Request, Trace, WhatIf
 from selfspec.tree_rows import Nodes
 
 PLAIN, NODE = 1.0, 0.02  # seconds of a step, and of one node more
-ABOUT = {"every_position": True, "support": "tree", "batch": 1}
+ABOUT = {"every_position": True, "support": "tree", "batch": 1, "prompt": 10}
 
 
-def timed(batch: int = 1, node: float = NODE) -> list[tuple[int, int, float]]:
-    return [(batch, n, PLAIN + node * (batch * n - 1)) for n in (1, 2, 3, 5, 9, 17, 33, 65)]
+def timed(batch: int = 1, node: float = NODE) -> list[tuple[int, int, float, int | None]]:
+    sizes = (1, 2, 3, 5, 9, 17, 33, 65)
+    return [(batch, n, PLAIN + node * (batch * n - 1), None) for n in sizes]
 
 
 def verify(nodes: int) -> float:
@@ -171,7 +172,7 @@ def test_what_if_the_batch_were_larger() -> None:
         speeds.append(sum(f.plain_seconds for f in found) / sum(f.seconds for f in found))
     assert speeds == sorted(speeds, reverse=True)
     # A batch that was timed takes what it took: here as long as it would with one text.
-    timed_too = Trace(many.requests, many.timed + [(16, n, s) for _, n, s in many.timed])
+    timed_too = Trace(many.requests, many.timed + [(16, n, s, c) for _, n, s, c in many.timed])
     (found, _) = simulate.replay(timed_too, what_if=WhatIf(batch=16))
     assert found.speedup > speeds[2] * 1.2
 
@@ -220,3 +221,21 @@ def test_the_textbook_formula() -> None:
         simulate.expected_speedup(1.2, 3, 0.1)
     with pytest.raises(ValueError, match="must not be negative"):
         simulate.expected_speedup(0.5, -1, 0.1)
+
+
+def test_steps_over_longer_texts_take_longer() -> None:
+    """A request over a long text is not charged the time of one over a short text."""
+    token, text = 0.001, list(range(9))
+    of = [(n, c) for c in range(0, 4000, 7) for n in (1, 2, 3, 5, 9)]
+    timed_over = [(1, n, verify(n) + token * c, c) for n, c in of]
+    own = [{}] + [{"A": chain(at - 1, [at])} for at in range(1, 9)]
+    requests = [Request({**ABOUT, "prompt": prompt}, text, own) for prompt in (10, 3000)]
+    trace = Trace(requests, timed_over)
+    short, long = simulate.oracle(trace)["plain"]
+    assert short == pytest.approx(8 * PLAIN, rel=0.02)
+    assert long == pytest.approx(8 * (PLAIN + 3.0), rel=0.02)
+    short, long = simulate.oracle(trace)["A"]
+    assert long == pytest.approx(4 * (0.01 + verify(2) + 3.0), rel=0.02)
+    found = simulate.replay(trace)
+    assert found[1].plain_seconds == pytest.approx(8 * (PLAIN + 3.0), rel=0.02)
+    assert 1 < found[1].seconds / found[0].seconds < 6
