@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from selfspec.trace import FORMAT
 from selfspec.tree_rows import Nodes
-
-FORMAT = 1  # of the lines
 
 
 @dataclass(frozen=True)
